@@ -56,7 +56,8 @@ def router(config: ClusterConfig, controller: str, keys: Path, share_port: bool)
     """Run one more router of a running cluster.
 
     Ctrl-C or SIGTERM ends it. It needs neither Ray nor torch, only the model's tokenizer and the
-    cluster's options in --config. A client that loses a router continues at another one.
+    cluster's options in --config. It may start before the cluster, and is ready once the controller
+    has told it the workers. A client that loses a router continues at another one.
     """
     if config.model is None:
         raise ConfigError("model is not set; give the folder with the tokenizer by --model")
@@ -107,8 +108,15 @@ async def _serve(
         raise StartError(str(error)) from error
     except RuntimeError as error:  # another process was faster
         raise StartError(f"cannot listen on port {config.port} of {config.host}") from error
-    say(f"ready: {name} on {address} for the cluster at {controller}")
+
+    async def tell_ready() -> None:
+        cluster = f"the cluster at {controller}"
+        await process.wait_followed(lambda reason: say(f"waiting for {cluster}: {reason}"))
+        say(f"ready: {name} on {address} for {cluster}")
+
+    telling = asyncio.create_task(tell_ready(), name="tell-ready")
     await asyncio.to_thread(signals.stopped.wait)
+    telling.cancel()
     say(f"stopping; running requests have {config.stop_grace_s:.0f} s; a second signal ends them")
     await process.stop(config.stop_grace_s)
     say("stopped")

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 SILENT_S = 6.0  # of a controller that sends all members once a second
 RETRY_S = 0.5
+PATIENCE_S = 2.0  # before anyone is told of a wait: a first attempt may fail, and the next not
 START_S = 15.0  # a controller that still places processes answers late, and is not lost
 UNKNOWN_INCARNATION = 0
 
@@ -51,8 +52,9 @@ class MemberFeed:
         self._connect_controller = connect_controller
         self._take = take
         self._incarnation = UNKNOWN_INCARNATION
-        self._last_reason = ""  # of a loss that lasts
-        self._has_followed = False
+        self._reason = "no answer yet"  # or why the last attempt failed
+        self._logged_reason = ""  # of a loss that lasts
+        self._followed = asyncio.Event()  # the controller has told the members, once
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -77,14 +79,27 @@ class MemberFeed:
                 # gRPC cancels calls whose channel breaks in certain moments.
             await asyncio.sleep(RETRY_S)
 
+    async def wait_followed(self, waits: Callable[[str], None]) -> None:
+        """Wait until the controller tells its members, even none; the caller bounds the wait.
+
+        Args:
+            waits: Gets the reason why it has not for PATIENCE_S; called once.
+        """
+        try:
+            await asyncio.wait_for(self._followed.wait(), PATIENCE_S)
+        except TimeoutError:
+            waits(self._reason)
+            await self._followed.wait()
+
     def _note_lost(self, reason: str) -> None:
-        if not self._has_followed and asyncio.get_running_loop().time() < self._late_at:
+        self._reason = reason
+        if not self._followed.is_set() and asyncio.get_running_loop().time() < self._late_at:
             return
-        if reason != self._last_reason:  # not at each attempt
+        if reason != self._logged_reason:  # not at each attempt
             logger.warning(
                 "controller_lost", extra=fields(router_id=self._router_id, reason=reason)
             )
-        self._last_reason = reason
+        self._logged_reason = reason
 
     async def _follow(self) -> None:
         address = await self._find_controller()
@@ -103,7 +118,7 @@ class MemberFeed:
                 if message.version == applied:
                     continue
                 if not applied:
-                    self._last_reason, self._has_followed = "", True
+                    self._logged_reason = ""
                     logger.info(
                         "controller_followed",
                         extra=fields(
@@ -113,6 +128,7 @@ class MemberFeed:
                         ),
                     )
                 await self._take(wire.members(message))
+                self._followed.set()
                 applied = message.version
                 await self._tell(call, applied)
         finally:

@@ -155,8 +155,14 @@ class RouterProcess:
             watching = asyncio.create_task(self._watch.run(), name="tenants-watch")
             self._followers.append(watching)
         settle_process()
-        log.info("router_ready", extra=fields(router_id=settings.config.router_id, address=address))
+        log.info(
+            "router_listens", extra=fields(router_id=settings.config.router_id, address=address)
+        )
         return address
+
+    async def wait_followed(self, waits: Callable[[str], None]) -> None:
+        """Wait until the controller tells the workers; see MemberFeed. Needs `start`."""
+        await self._feed.wait_followed(waits)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new work, give running requests `grace_s` seconds, then end everything.

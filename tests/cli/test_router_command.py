@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cli.router_commands import ROUTERS_NAME
 from cluster.server import MemberServer
@@ -27,6 +28,7 @@ from pagewire import AsyncClient, AsyncStream, Completion
 from pagewire.protos import worker_pb2, worker_pb2_grpc
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from pagewire.routers import CHANNEL_OPTIONS
+from router.health import INFERENCE_SERVICE
 from router.tokenizer import Tokenizer
 from tests.router.scripted_worker import ScriptedWorker, Session, delta
 from tests.router.tokenizers_for_tests import TEXTS, byte_level
@@ -79,19 +81,24 @@ async def say(session: Session, submit: worker_pb2.SubmitRequest) -> None:
 
 @asynccontextmanager
 async def controller_and_worker(
-    token_s: float = 0.02,
+    token_s: float = 0.02, port: int = 0
 ) -> AsyncIterator[tuple[str, ScriptedWorker]]:
-    """A controller that knows one decode worker, whose tokens take so long each."""
+    """A controller that knows one decode worker, whose tokens take so long each.
+
+    Args:
+        token_s: Seconds.
+        port: The controller's; 0: a free one.
+    """
     worker = ScriptedWorker("decode-0", token_s=token_s, serve=say)
     credentials = credentials_of("decode", "decode-0", worker.incarnation)
     server = grpc.aio.server(interceptors=[ServerGate(credentials)])
-    port = server.add_insecure_port("127.0.0.1:0")
+    worker_port = server.add_insecure_port("127.0.0.1:0")
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
     worker_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
     await server.start()
-    controller = MemberServer(SECRET.keys_of("controller", CONTROLLER_NAME), "127.0.0.1", 0)
+    controller = MemberServer(SECRET.keys_of("controller", CONTROLLER_NAME), "127.0.0.1", port)
     address = await controller.start()
-    controller.publish([replace(worker.member, address=f"127.0.0.1:{port}")])
+    controller.publish([replace(worker.member, address=f"127.0.0.1:{worker_port}")])
     try:
         yield address, worker
     finally:
@@ -99,20 +106,34 @@ async def controller_and_worker(
         await server.stop(None)
 
 
-@contextmanager
-def routers(count: int, controller: str, keys: Path, model: Path, *arguments: str):
-    """Processes that serve; yields them by address. What lives is killed at the end."""
+def start(controller: str, keys: Path, model: Path, *arguments: str) -> subprocess.Popen[str]:
     flags = ["--controller", controller, "--keys", keys, "--model", model, *arguments]
     command = [sys.executable, "-c", PROGRAM, "router", *map(str, flags)]
     pipe = subprocess.PIPE
-    started = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for _ in range(count)]
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+
+
+def ready_address(router: subprocess.Popen[str]) -> str:
+    """Wait until it is ready."""
+    said = []
+    for line in router.stdout:
+        said.append(line)
+        if match := re.fullmatch(r"ready: router-\S+ on (\S+) for the cluster at \S+\n", line):
+            return match[1]
+    raise AssertionError("".join(said) + router.stderr.read())
+
+
+@asynccontextmanager
+async def routers(
+    count: int, *arguments: Any
+) -> AsyncIterator[list[tuple[str, subprocess.Popen[str]]]]:
+    """Processes that serve; yields them by address. What lives is killed at the end."""
+    started = [start(*arguments) for _ in range(count)]
     try:
         found = []
         for each in started:
-            line = each.stdout.readline()
-            match = re.fullmatch(r"ready: router-\S+ on (\S+) for the cluster at \S+\n", line)
-            assert match, line + each.communicate(timeout=10)[1]
-            found.append((match[1], each))
+            # In a thread: the controller answers in this loop.
+            found.append((await asyncio.to_thread(ready_address, each), each))
         yield found
     finally:
         for each in started:
@@ -216,7 +237,7 @@ def test_a_router_that_is_killed_costs_its_streams_nothing(keys_path, model_dir)
     async def main() -> tuple[list[Completion], list[Completion], int]:
         async with controller_and_worker() as (controller, worker):
             ports = ("--port", "0", "--port-range", "28100-28199")
-            with routers(2, controller, keys_path, model_dir, *ports) as found:
+            async with routers(2, controller, keys_path, model_dir, *ports) as found:
                 (first, killed), (second, _) = found
                 for address in (first, second):
                     assert 28100 <= int(address.rpartition(":")[2]) <= 28199
@@ -252,7 +273,7 @@ def test_a_router_that_is_killed_costs_http_streams_nothing(keys_path, model_dir
     async def main() -> tuple[list[HttpStream], list[HttpStream], int]:
         async with controller_and_worker() as (controller, worker):
             ports = ("--port", "0", "--port-range", "28100-28199")
-            with routers(2, controller, keys_path, model_dir, *ports) as found:
+            async with routers(2, controller, keys_path, model_dir, *ports) as found:
                 (first, killed), (second, _) = found
                 for address in (first, second):
                     assert 28100 <= int(address.rpartition(":")[2]) <= 28199
@@ -283,6 +304,58 @@ def test_a_router_that_is_killed_costs_http_streams_nothing(keys_path, model_dir
     assert calm[2].finish_reasons == {0: "stop"}
 
 
+async def health_of(address: str) -> tuple[int, int]:
+    """The router's health as probes see it: of the process, and of the service."""
+    async with connect(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        asked = [health_pb2.HealthCheckRequest(service=each) for each in ("", INFERENCE_SERVICE)]
+        live, ready = [(await stub.Check(each, timeout=10)).status for each in asked]
+        return live, ready
+
+
+def test_a_router_that_starts_first_is_alive_and_is_ready_once_there_is_a_controller(
+    keys_path, model_dir
+) -> None:
+    async def main() -> tuple[list[str], list[tuple[int, int]]]:
+        port = free_port()
+        router = start(f"127.0.0.1:{port}", keys_path, model_dir, "--port", "0")
+
+        async def line() -> str:
+            return await asyncio.to_thread(router.stdout.readline)
+
+        try:
+            listening = await asyncio.to_thread(router.stderr.readline)
+            address = listening.partition(" address=")[2].strip()
+            lines = [await line()]
+            healths = [await health_of(address)]
+            async with controller_and_worker(port=port):
+                lines.append(await line())
+                await wait_served(address)
+                healths.append(await health_of(address))
+        finally:
+            router.kill()
+            await asyncio.to_thread(router.communicate)
+        return [each.replace(str(port), "PORT") for each in lines], healths
+
+    (waiting, ready), healths = asyncio.run(main())
+
+    assert waiting.startswith("waiting for the cluster at 127.0.0.1:PORT: UNAVAILABLE: ")
+    assert re.fullmatch(r"ready: router-\S+ on \S+ for the cluster at 127.0.0.1:PORT\n", ready)
+    status = health_pb2.HealthCheckResponse
+    assert healths == [(status.SERVING, status.NOT_SERVING), (status.SERVING, status.SERVING)]
+
+
+def test_a_router_without_a_controller_ends_well(keys_path, model_dir) -> None:
+    router = start("127.0.0.1:1", keys_path, model_dir, "--port", "0")
+    waiting = router.stdout.readline()
+    router.terminate()
+    output, errors = router.communicate(timeout=20)
+
+    assert waiting.startswith("waiting for the cluster at 127.0.0.1:1: UNAVAILABLE: ")
+    assert (router.returncode, output.splitlines()[-2:]) == (0, ["stopped", "imported:"]), errors
+    assert "Traceback" not in errors
+
+
 def test_a_router_tells_prometheus_and_refuses_a_port_that_is_taken(keys_path, model_dir) -> None:
     def scrape(port: str) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
@@ -291,13 +364,15 @@ def test_a_router_tells_prometheus_and_refuses_a_port_that_is_taken(keys_path, m
     async def main() -> tuple[str, str]:
         port = str(free_port())
         flags = ("--port", "0", "--router-metrics-port", port)
-        async with controller_and_worker(token_s=0.001) as (controller, _):
-            with routers(1, controller, keys_path, model_dir, *flags) as [(address, _)]:
-                await wait_served(address)
-                async with AsyncClient(address) as client:
-                    await client.generate(PROMPT, max_tokens=3)
-                told = await asyncio.to_thread(scrape, port)
-                return told, refuse(controller, *flags)
+        async with (
+            controller_and_worker(token_s=0.001) as (controller, _),
+            routers(1, controller, keys_path, model_dir, *flags) as [(address, _)],
+        ):
+            await wait_served(address)
+            async with AsyncClient(address) as client:
+                await client.generate(PROMPT, max_tokens=3)
+            told = await asyncio.to_thread(scrape, port)
+            return told, refuse(controller, *flags)
 
     def refuse(controller: str, *flags: str) -> str:
         arguments = ["--controller", controller, "--keys", keys_path, "--model", model_dir, *flags]
@@ -317,24 +392,26 @@ def test_many_routers_share_a_port_and_one_that_stops_hands_over(keys_path, mode
     async def main() -> tuple[list[Completion], int, int]:
         port = str(free_port())
         flags = ("--port", port, "--share-port", "--stop-grace-s", "0")
-        async with controller_and_worker(token_s=0.03) as (controller, worker):
-            with routers(3, controller, keys_path, model_dir, *flags) as found:
-                (address, killed), (_, stopped), _ = found
-                clients = [AsyncClient(address, channel_factory=connect) for _ in range(24)]
-                streams = [each.stream(PROMPT, max_tokens=300) for each in clients]
-                running = [asyncio.create_task(complete(each)) for each in streams]
-                await begun(streams)
-                killed.send_signal(signal.SIGKILL)
-                async with asyncio.timeout(20):
-                    while not resumed(worker):
-                        await asyncio.sleep(0.01)
-                await asyncio.sleep(0.5)
-                num_of_killed = resumed(worker)
-                stopped.terminate()
-                output, errors = await asyncio.to_thread(stopped.communicate, None, 20)
-                completions = await asyncio.gather(*running)
-                for each in clients:
-                    await each.aclose()
+        async with (
+            controller_and_worker(token_s=0.03) as (controller, worker),
+            routers(3, controller, keys_path, model_dir, *flags) as found,
+        ):
+            (address, killed), (_, stopped), _ = found
+            clients = [AsyncClient(address, channel_factory=connect) for _ in range(24)]
+            streams = [each.stream(PROMPT, max_tokens=300) for each in clients]
+            running = [asyncio.create_task(complete(each)) for each in streams]
+            await begun(streams)
+            killed.send_signal(signal.SIGKILL)
+            async with asyncio.timeout(20):
+                while not resumed(worker):
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.5)
+            num_of_killed = resumed(worker)
+            stopped.terminate()
+            output, errors = await asyncio.to_thread(stopped.communicate, None, 20)
+            completions = await asyncio.gather(*running)
+            for each in clients:
+                await each.aclose()
         assert stopped.returncode == 0, errors
         assert output.splitlines()[-2:] == ["stopped", "imported:"], "neither Ray nor torch"
         assert "Traceback" not in errors
@@ -416,17 +493,19 @@ def test_grpcurl_finds_methods_by_reflection_and_reads_a_stream(
             "generate": {"text": PROMPT, "sampling": {"max_tokens": 3, "temperature": 0}},
             "wrong": {"text": PROMPT, "sampling": {"max_tokens": 3, "top_p": 7}},
         }
-        async with controller_and_worker() as (controller, _):
-            with routers(1, controller, keys_path, model_dir) as [(address, _)]:
-                async with AsyncClient(address) as client:
-                    await client.generate(PROMPT, max_tokens=1)  # waits for the worker
-                    [model] = await client.list_models()
-                done = {}
-                for name, call in calls.items():
-                    body = bodies.get(name)
-                    data = ["-d", json.dumps({"model": model.name, **body})] if body else []
-                    done[name] = await asyncio.to_thread(grpcurl, *data, address, *call)
-                return model.name, done
+        async with (
+            controller_and_worker() as (controller, _),
+            routers(1, controller, keys_path, model_dir) as [(address, _)],
+        ):
+            async with AsyncClient(address) as client:
+                await client.generate(PROMPT, max_tokens=1)  # waits for the worker
+                [model] = await client.list_models()
+            done = {}
+            for name, call in calls.items():
+                body = bodies.get(name)
+                data = ["-d", json.dumps({"model": model.name, **body})] if body else []
+                done[name] = await asyncio.to_thread(grpcurl, *data, address, *call)
+            return model.name, done
 
     name, done = asyncio.run(scenario())
 

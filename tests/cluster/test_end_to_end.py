@@ -559,7 +559,8 @@ def routers_outside(cluster, model_dir, tmp_path, count):
     command = [sys.executable, "-m", "cli", "router", *map(str, flags)]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
     try:
-        yield [(each.stdout.readline().split()[3], each) for each in started]
+        ready = [next(line for line in each.stdout if "ready: " in line) for each in started]
+        yield [(line.split()[3], each) for line, each in zip(ready, started, strict=True)]
     finally:
         for each in started:
             each.kill()

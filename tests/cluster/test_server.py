@@ -138,6 +138,35 @@ def test_a_controller_counts_as_lost_once_it_was_followed_or_is_late(
     asyncio.run(main())
 
 
+def test_who_waits_for_a_controller_is_told_once_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_feed, "PATIENCE_S", 0.5)
+
+    async def main() -> None:
+        said: list[str] = []
+        late = Listener("router-0", "")
+        waiting = asyncio.create_task(late.feed.wait_followed(said.append))
+        await late.wait_searched(3)
+        assert said == []
+        async with asyncio.timeout(WAIT_S):
+            while not said:
+                await asyncio.sleep(0.01)
+        late.address = "127.0.0.1:1"  # another reason
+        await late.wait_searched(late.num_searches + 2)
+        assert (said, waiting.done()) == (["nobody knows"], False)
+        async with serving() as (server, late.address):
+            server.publish([])
+            early = Listener("router-1", late.address)
+            async with asyncio.timeout(WAIT_S):
+                await waiting
+                await early.feed.wait_followed(said.append)
+            assert said == ["nobody knows"]
+            for each in (late, early):
+                assert each.told == [[]]
+                await each.stop()
+
+    asyncio.run(main())
+
+
 def test_a_feed_ends_though_its_cancellation_comes_as_the_end_of_a_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
