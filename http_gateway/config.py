@@ -34,7 +34,12 @@ class GatewayConfig:
     max_head_bytes: int = option(
         32_768, "Largest request line and headers; larger ones get 431.", at_least=1
     )
-    max_connections: int = option(1000, "Most open connections; more get 503.", at_least=1)
+    max_connections: int = option(
+        1000,
+        "Most open connections; one more takes the place of one that has sent no whole head for a "
+        "second since it was opened, or gets 503.",
+        at_least=1,
+    )
     max_prompts: int = option(64, "Most prompts of a request to /v1/completions.", at_least=1)
     head_timeout_s: float = option(10.0, "Time limit for a request's line and headers.", above=0)
     body_timeout_s: float = option(30.0, "Time limit for a request's body.", above=0)

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from http_gateway.config import GatewayConfig
 from http_gateway.errors import INVALID, SERVER, HttpError
+from http_gateway.places import Places
 from observability.logs import fields
 
 log = logging.getLogger(__name__)
@@ -50,12 +51,14 @@ class Connection(HttpToolsProtocol):
 
     Args:
         limits: The gateway's.
+        places: Of all its connections.
         uvicorn: The arguments of uvicorn's protocols.
     """
 
-    def __init__(self, limits: GatewayConfig, **uvicorn: Any) -> None:
+    def __init__(self, limits: GatewayConfig, places: Places, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self._limits = limits
+        self._places = places
         self._head_bytes = 0  # of the whole parts of the head that is being read
         self._unparsed_bytes = 0  # that came for it and may be incomplete
         self._num_headers = 0
@@ -78,7 +81,7 @@ class Connection(HttpToolsProtocol):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in KEEPALIVE:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        if len(self.connections) > self._limits.max_connections:
+        if not self._places.take(self, self.loop.time()):
             self._refuse(_too_many_connections(self._limits.max_connections))
             return
         self._await_head()
@@ -86,6 +89,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the request that is being answered, even if others wait."""
         super().connection_lost(exc)
+        self._places.leave(self)
         for timer in (self._head_timer, self._write_timer, self._linger_timer):
             if timer:
                 timer.cancel()
@@ -171,6 +175,7 @@ class Connection(HttpToolsProtocol):
             message = f"more than {MAX_PIPELINED} requests wait here"
             self._stop_with(HttpError(400, message, code=TOO_MANY_WAIT))
         self._check_head()
+        self._places.keep(self)
         if self.parser.should_upgrade():
             self._framing = [
                 b"%b: %b" % each
@@ -244,6 +249,18 @@ class Connection(HttpToolsProtocol):
                 self._answering.keep_alive = False
                 return
             self._disconnect(self._answering)  # it waits for the rest of its body
+        self._write_refusal(refusal)
+        self.close_gently()
+
+    def give_way(self) -> None:
+        """Refuse a client that has asked for nothing, and close at once for a newcomer."""
+        self._is_deaf = True
+        if self._head_timer:
+            self._head_timer.cancel()
+        self._write_refusal(_too_many_connections(self._limits.max_connections))
+        self._raw.close()
+
+    def _write_refusal(self, refusal: HttpError) -> None:
         log.info("connection_refused", extra=fields(status=refusal.status, reason=str(refusal)))
         body = refusal.body
         head = [
@@ -254,7 +271,6 @@ class Connection(HttpToolsProtocol):
             *(f"{name}: {value}".encode() for name, value in refusal.headers),
         ]
         self._raw.write(b"\r\n".join(head) + b"\r\n\r\n" + body)
-        self.close_gently()
 
     def close_gently(self) -> None:
         """Close, but let a client that still sends read the answer first.
@@ -264,6 +280,7 @@ class Connection(HttpToolsProtocol):
         """
         if self._linger_timer or self._raw.is_closing():
             return
+        self._places.keep(self)
         if not self._is_deaf and self._part is not _Part.BODY:
             self._raw.close()
             return

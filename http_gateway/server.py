@@ -17,6 +17,7 @@ from http_gateway.app import build_app
 from http_gateway.config import GatewayConfig
 from http_gateway.connection import LINGER_S, Connection
 from http_gateway.found_routers import FindRouters
+from http_gateway.places import Places
 from http_gateway.wire import RouterLink
 from observability.logs import fields
 from pagewire import Tls
@@ -78,7 +79,7 @@ class GatewayServer:
         )
         settings: dict[str, Any] = {
             "app": build_app(self._link, self._config, is_local=is_loopback_host(self._host)),
-            "http": partial(Connection, self._config),
+            "http": partial(Connection, self._config, Places(self._config.max_connections)),
             "ws": "none",
             "lifespan": "off",
             "log_config": None,
