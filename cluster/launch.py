@@ -8,8 +8,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -324,19 +325,26 @@ def end_cluster(grace_s: float, begun: Callable[[], None] = lambda: None) -> Non
     gateway = actors.get(GATEWAY_NAME)
     try:
         if controller is not None:
-            ray.get(controller.close.remote(), timeout=timeout_s)
+            _wait_stopped([controller.close.remote()], timeout_s)
         begun()
         stopping = [] if router is None else [router.stop.remote(grace_s)]
         if gateway is not None:
             stopping.append(gateway.stop.remote(grace_s + GATEWAY_MARGIN_S))
-        ray.get(stopping, timeout=timeout_s)
+        _wait_stopped(stopping, timeout_s)
         workers = [actor for name, actor in actors.items() if is_worker(name)]
-        ray.get([each.stop.remote(0.0) for each in workers], timeout=timeout_s)
-    except ray.exceptions.ActorDiedError:
-        pass  # Ray starts all of them again but those that another `pagewire down` has ended
+        _wait_stopped([each.stop.remote(0.0) for each in workers], timeout_s)
     except ray.exceptions.RayError as error:
         log.warning("stop_incomplete", extra=fields(error=str(error)))
     kill_cluster()
+
+
+def _wait_stopped(calls: Iterable[Any], timeout_s: float) -> None:
+    """Wait for calls of processes that stop; those that have no process now need not."""
+    deadline = time.monotonic() + timeout_s
+    for call in calls:
+        # Ray restarts it, or another `pagewire down` has ended it.
+        with suppress(ray.exceptions.ActorUnavailableError, ray.exceptions.ActorDiedError):
+            ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
 
 
 def kill_cluster(controller: Any = None) -> None:

@@ -196,6 +196,22 @@ def test_a_signal_to_all_its_processes_ends_it_soon_and_leaves_nothing():
     assert left == {}
 
 
+@pytest.mark.thorough
+@in_turn
+def test_a_signal_while_a_worker_restarts_is_no_failure():
+    with serving("--prefill", "0", "--decode", "2") as server:
+        assert any(line.startswith("ready") for line in server.stdout)
+        processes = processes_of_session(server.pid).items()
+        worker = next(pid for pid, name in processes if name.startswith("ray::DecodeActor"))
+        os.kill(worker, signal.SIGKILL)
+        server.send_signal(signal.SIGINT)
+        output, errors = server.communicate(timeout=60)
+
+    assert server.returncode == 0, errors
+    assert output.splitlines()[-1] == "stopped"
+    assert "stop_incomplete" not in errors
+
+
 @in_turn
 def test_a_terminal_that_closes_ends_it_after_running_requests():
     near, far = pty.openpty()

@@ -514,23 +514,39 @@ def test_only_what_is_waited_for_is_told(monkeypatch, late, words):
     ("error", "logged"),
     [
         (ray.exceptions.ActorDiedError(), []),
+        (ray.exceptions.ActorUnavailableError("it is restarting", None), []),
         (ray.exceptions.GetTimeoutError("late"), ["stop_incomplete"]),
     ],
-    ids=["by another command", "of which one is late"],
+    ids=["by another command", "of which one restarts", "of which one is late"],
 )
-def test_the_end_of_a_cluster(monkeypatch, caplog, error, logged):
-    def get(calls, timeout):
-        raise error
+@pytest.mark.parametrize("name", [CONTROLLER_NAME, ROUTER_NAME, "decode-0"])
+def test_the_end_of_a_cluster(monkeypatch, caplog, name, error, logged):
+    ended = []
 
-    kills = []
-    monkeypatch.setattr(launch, "named_actors", lambda: {CONTROLLER_NAME: FakeController()})
-    monkeypatch.setattr(launch, "kill_cluster", lambda: kills.append("all"))
+    def get(call, timeout):
+        assert 0.0 < timeout <= 1.0 + launch.STOP_MARGIN_S
+        if call == name:
+            raise error
+        ended.append(call)
+
+    names = [CONTROLLER_NAME, ROUTER_NAME, GATEWAY_NAME, "decode-0", "prefill-0"]
+    monkeypatch.setattr(launch, "named_actors", lambda: {each: Stopping(each) for each in names})
+    monkeypatch.setattr(launch, "kill_cluster", lambda: ended.append("all"))
     monkeypatch.setattr(ray, "get", get)
 
     launch.end_cluster(1.0)
 
     assert [each.getMessage() for each in caplog.records] == logged
-    assert kills == ["all"]
+    assert ended[-1] == "all"
+    if not logged:
+        assert ended[:-1] == [each for each in names if each != name], "each is waited for"
+
+
+class Stopping:
+    """An actor's handle, whose calls are its name."""
+
+    def __init__(self, name):
+        self.close = self.stop = SimpleNamespace(remote=lambda *_: name)
 
 
 class FakeController:
