@@ -6,18 +6,12 @@ Names end like vLLM's where they mean the same; docs/metrics.md lists all of the
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from prometheus_client import (
-    CollectorRegistry,
-    Gauge,
-    PlatformCollector,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import Gauge, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from observability.process_metrics import process_registry
 from observability.tallies import Spreads, Tallies
 from observability.token_gaps import TokenGaps
 from pagewire.protos import inference_pb2
@@ -34,10 +28,7 @@ class RequestMetrics:
     """The counters of one process that answers requests; `expose` renders them."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call] # series that tell when others began; nobody asks
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        PlatformCollector(registry=self.registry)
+        self.registry = process_registry()
         self._num_running = self._num_waiting = 0
         Gauge(
             "pagewire_num_requests_running",

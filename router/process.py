@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
@@ -22,6 +21,7 @@ from credentials.door import ClusterLinks, front_door
 from credentials.party import CONTROLLER_NAME, Party
 from credentials.secret import RouterKeys
 from observability.logs import fields
+from observability.metrics_server import MetricsServer, ask_loop
 from observability.serving_process import settle_process
 from observability.tracing import TracingConfig, configure_tracing, stop_tracing
 from options.interfaces import address_on
@@ -30,11 +30,11 @@ from options.ports import ANY_PORT, FreePorts
 from protos.addresses import join_address
 from protos.contract import CONTRACT_VERSION
 from router.config import RouterConfig
+from router.errors import PortTaken
 from router.front import make_server
 from router.health import INFERENCE_SERVICE
 from router.member_feed import MemberFeed
 from router.membership import WorkerMember
-from router.metrics_server import MetricsServer
 from router.random_ids import random_ids
 from router.router import Router
 from router.tenants.file import digest_of, read_tenants
@@ -45,8 +45,6 @@ from router.tenants.watch import TenantsWatch
 log = logging.getLogger(__name__)
 
 CLOSE_S = 1.0  # for cancelled calls to end
-T = TypeVar("T")
-STATUS_S = 2.0  # for the event loop to report its view
 
 
 @kept_by_name
@@ -185,26 +183,27 @@ class RouterProcess:
         await asyncio.to_thread(stop_tracing)
 
     def _serve_metrics(self, port: int) -> None:
-        loop = asyncio.get_running_loop()
-
-        def on_loop(work: Callable[[], T]) -> T:
-            async def run() -> T:
-                return work()
-
-            return asyncio.run_coroutine_threadsafe(run(), loop).result(STATUS_S)
-
+        on_loop = partial(ask_loop, asyncio.get_running_loop())
         router, host = self.router, self._host
         router.metrics.tell_cluster(
             lambda: on_loop(router.cluster_status), lambda: router.model_name
         )
-        self._metrics = MetricsServer(
-            router.metrics.registry,
-            host,
-            port,
-            tls=self._front.ssl_context(host),
-            is_operator=lambda given: on_loop(lambda: is_operator(self._tenants, given)),
-        )
-        log.info("metrics_ready", extra=fields(address=self._metrics.address))
+        tls = self._front.ssl_context(host)
+        try:
+            self._metrics = MetricsServer(
+                router.metrics.registry,
+                host,
+                port,
+                tls=tls,
+                is_operator=lambda given: on_loop(lambda: is_operator(self._tenants, given)),
+            )
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise PortTaken(
+                f"router.metrics_port is {port}, on which nothing can listen at {host}: {reason}; "
+                "choose another, or 0 for no metrics"
+            ) from error
+        log.info("metrics_ready", extra=fields(address=join_address(host, self._metrics.port)))
 
 
 def _tenants_of(settings: RouterSettings) -> tuple[Tenants, TenantsWatch | None]:

@@ -144,7 +144,7 @@ def test_the_commands_of_the_readme_can_be_typed():
 LISTENS = re.compile(r"\.add_port\(|\.create_server\(|\.server_bind\(|\blistener\.bind\(")
 SERVERS = {
     "router/process.py": "router",
-    "router/metrics_server.py": "metrics of a router",
+    "observability/metrics_server.py": "metrics of a router",
     "http_gateway/server.py": "HTTP gateway",
     "cluster/server.py": "controller",
     "worker/process.py": "worker",

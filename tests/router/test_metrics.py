@@ -1,47 +1,29 @@
-"""What a router tells Prometheus: of its calls, of its workers, and over its own port."""
+"""What a router tells Prometheus: of its calls and workers, to operators, over its own port."""
 
 import asyncio
 import socket
-import ssl
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from itertools import chain
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
-from credentials.door import front_door
+from credentials.secret import ClusterSecret
+from observability.metrics_server import MetricsServer
 from observability.token_gaps import BOUNDS_S, TokenGaps
-from router import metrics_server
 from router.config import RouterConfig
-from router.errors import PortTaken
-from router.metrics_server import MAX_SCRAPES, MetricsServer, Places
+from router.errors import ControllerGone, PortTaken
+from router.process import RouterProcess, RouterSettings
 from router.tenants.file import digest_of
 from router.tenants.gate import is_operator
 from router.tenants.registry import Tenants
 from router.tenants.tenant import TenantRules
 from tests.router.scripted_worker import ScriptedWorker, running_router
-from tests.support.certificates import Authority
+from tests.router.tokenizers_for_tests import byte_level
+from tests.support.scrapes import samples
 from tests.support.virtual_time import run_virtual
-from tests.support.wall_clock import assert_within
-
-
-def samples(text: str) -> dict[tuple[str, ...], float]:
-    """All samples: (name, labels) |-> value."""
-    return {
-        (sample.name, *sorted(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 def test_a_router_counts_calls_and_times_by_names_that_users_of_vllm_know() -> None:
@@ -117,33 +99,9 @@ def test_gaps_are_counted_by_length_and_tokens_that_come_together_share_theirs()
     assert gaps.sum_s == pytest.approx(100.041)
 
 
-@contextmanager
-def serving(registry: CollectorRegistry, **options: Any) -> Iterator[MetricsServer]:
-    server = MetricsServer(registry, "127.0.0.1", 0, **options)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-def read(address: str) -> str:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        return str(answer.read().decode())
-
-
-def test_a_port_of_its_own_tells_what_the_registry_holds_until_it_is_closed() -> None:
-    registry = CollectorRegistry()
-    counter = Counter("pagewire_things", "Things.", registry=registry)
-    with serving(registry) as server:
-        counter.inc(3)
-        assert samples(read(server.address))["pagewire_things_total",] == 3
-    with pytest.raises(urllib.error.URLError, match="refused"):
-        read(server.address)
-
-
 def test_metrics_are_for_operators() -> None:
     def ask(**headers: str) -> str:
-        request = urllib.request.Request(f"http://{server.address}/metrics", headers=headers)
+        request = urllib.request.Request(f"http://127.0.0.1:{server.port}/metrics", headers=headers)
         with urllib.request.urlopen(request, timeout=10) as answer:
             return str(answer.read().decode())
 
@@ -155,112 +113,41 @@ def test_metrics_are_for_operators() -> None:
             TenantRules(name="guest", token_digests=frozenset({digest_of(b"two")})),
         ]
     )
-    with serving(registry, is_operator=lambda given: is_operator(tenants, given)) as server:
+    server = MetricsServer(
+        registry, "127.0.0.1", 0, is_operator=lambda given: is_operator(tenants, given)
+    )
+    with closing(server):
         assert "pagewire_things_total" in ask(authorization="Bearer one")
         for headers in ({}, {"authorization": "Bearer two"}, {"authorization": "Basic x"}):
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 ask(**headers)
 
 
-def test_metrics_travel_encrypted_where_the_router_does(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    tls = front_door(authority.settings()).ssl_context("127.0.0.1")
-    trusting = ssl.create_default_context(cafile=authority.file)
-    with serving(CollectorRegistry(), tls=tls) as server:
-        url = f"https://{server.address}/metrics"
-        with urllib.request.urlopen(url, timeout=10, context=trusting) as answer:
-            assert answer.status == 200
-        with pytest.raises((urllib.error.URLError, ConnectionError)):
-            read(server.address)
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
 
+    async def find_controller() -> str:
+        raise ControllerGone("there is none")
 
-def test_a_port_that_is_taken_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(PortTaken) as refused:
-            MetricsServer(CollectorRegistry(), "127.0.0.1", port)
-
-    assert str(refused.value) == (
-        f"router.metrics_port is {port}, on which nothing can listen at 127.0.0.1: Address already "
-        "in use; choose another, or 0 for no metrics"
-    )
-
-
-@pytest.mark.parametrize("home", ["127.0.0.1", "127.0.0.2"])
-def test_strangers_who_say_nothing_keep_nobody_from_reading_metrics(home: str) -> None:
-    with serving(CollectorRegistry()) as server, ExitStack() as stack:
-        host, _, port = server.address.rpartition(":")
-        silent = [
-            stack.enter_context(
-                socket.create_connection((host, int(port)), source_address=(home, 0))
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            settings = RouterSettings(
+                config=RouterConfig(metrics_port=port),
+                model_dir=tmp_path,
+                host="127.0.0.1",
+                port=0,
+                keys=ClusterSecret.generate().router_keys("router-0"),
             )
-            for _ in range(50)
-        ]
-        began = time.monotonic()
+            with pytest.raises(PortTaken) as refused:
+                await RouterProcess(settings, find_controller).start()
 
-        assert read(server.address) == ""
+        assert str(refused.value) == (
+            f"router.metrics_port is {port}, on which nothing can listen at 127.0.0.1: Address "
+            "already in use; choose another, or 0 for no metrics"
+        )
 
-        assert_within(time.monotonic() - began, 3.0)  # without giving way it takes ten
-        assert silent[-MAX_SCRAPES - 1].recv(1) == b"", "more than there are places"
-        silent[-1].settimeout(0)
-        with pytest.raises(BlockingIOError):  # of those that stay
-            silent[-1].recv(1)
-
-
-@pytest.mark.parametrize(("others", "has_place"), [("10.0.0.1", False), ("10.0.0.2", True)])
-def test_who_is_answered_gives_way_to_other_addresses_only(others: str, has_place: bool) -> None:
-    places = Places()
-    ours = [socket.socketpair() for _ in range(MAX_SCRAPES)]
-    for connection, _ in ours:
-        place = places.take(connection, "10.0.0.1")
-        assert place is not None
-        place.is_proven = True
-
-    def give_way() -> None:
-        assert ours[0][0].recv(1) == b""  # the oldest was cut off
-        places.give_back(places.of(ours[0][0]))
-
-    with ThreadPoolExecutor(1) as pool, socket.socket() as newcomer:
-        leaving = pool.submit(give_way) if has_place else None
-        assert (places.take(newcomer, others) is not None) == has_place
-        if leaving:
-            leaving.result()
-    for connection in chain.from_iterable(ours):
-        connection.close()
-
-
-@pytest.mark.parametrize("has_tls", [False, True])
-def test_a_stranger_who_says_little_is_cut_off(
-    has_tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics_server, "DEADLINE_S", 0.05)
-    settings = Authority(tmp_path).settings()
-    tls = front_door(settings).ssl_context("127.0.0.1") if has_tls else None
-    with serving(CollectorRegistry(), tls=tls) as server:
-        host, _, port = server.address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=10) as stranger:
-            stranger.send(b"\x16" if has_tls else b"G")
-            with suppress(ConnectionResetError):
-                assert stranger.recv(1) == b""
-
-
-def test_a_collector_that_fails_costs_one_scrape() -> None:
-    class Failing(Collector):
-        is_broken = True
-
-        def collect(self) -> Iterable[Metric]:
-            if self.is_broken:
-                raise TimeoutError
-            return ()
-
-    failing = Failing()
-    registry = CollectorRegistry()
-    registry.register(failing)
-    with serving(registry) as server:
-        with pytest.raises(urllib.error.HTTPError, match="503"):
-            read(server.address)
-        failing.is_broken = False
-        assert read(server.address) == ""
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("port", [-1, 65536])

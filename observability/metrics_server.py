@@ -1,5 +1,6 @@
-"""Serves a router's metrics to Prometheus, over HTTP on a separate port."""
+"""Serves the metrics of a process to Prometheus, over HTTP on a separate port."""
 
+import asyncio
 import socket
 import ssl
 import threading
@@ -8,18 +9,31 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Any
+from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from protos.addresses import join_address
-from router.errors import PortTaken
+T = TypeVar("T")
 
 MAX_SCRAPES = 8  # at a time
 CEDE_S = 0.5  # for a connection that must give up its place
 DEADLINE_S = 10.0  # for a whole request, from its connection to the last byte of the answer
+STATUS_S = 2.0  # for the event loop to answer a scrape
 POLL_S = 0.1  # how often the server checks whether it must stop
+
+
+def ask_loop(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> T:
+    """Return the result of `work`, run in a loop of another thread: only the loop reads its state.
+
+    Raises:
+        TimeoutError: The loop does not answer within STATUS_S.
+    """
+
+    async def run() -> T:
+        return work()
+
+    return asyncio.run_coroutine_threadsafe(run(), loop).result(STATUS_S)
 
 
 class MetricsServer:
@@ -34,7 +48,10 @@ class MetricsServer:
             TimeoutError.
 
     Raises:
-        PortTaken: The port is in use or not allowed to this user.
+        OSError: The port is in use or not allowed to this user.
+
+    Attributes:
+        port: Where it listens.
     """
 
     def __init__(
@@ -46,14 +63,7 @@ class MetricsServer:
         tls: ssl.SSLContext | None = None,
         is_operator: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        try:
-            self._server = _Server(host, port, tls)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise PortTaken(
-                f"router.metrics_port is {port}, on which nothing can listen at {host}: {reason}; "
-                "choose another, or 0 for no metrics"
-            ) from error
+        self._server = _Server(host, port, tls)
         tell = make_wsgi_app(registry)
 
         def answer(request: Any, start_response: Any) -> Iterable[bytes]:
@@ -65,12 +75,12 @@ class MetricsServer:
                     return told
             except TimeoutError:
                 start_response("503 Service Unavailable", [plain])
-                return [b"the router does not answer in time\n"]
+                return [b"the process does not answer in time\n"]
             start_response("401 Unauthorized", [plain, ("www-authenticate", "Bearer")])
             return [b"metrics are for operators; allowed: the bearer token of one\n"]
 
         self._server.set_app(answer)
-        self.address = join_address(host, self._server.server_address[1])
+        self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True
         )
@@ -144,6 +154,7 @@ class Places:
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     block_on_close = False
+    allow_reuse_port = False  # a port belongs to one process
     request_queue_size = 128  # behind five strangers, the default, a client waits for a second
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
@@ -189,7 +200,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.places.give_back(place)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing: a client that leaves, or sends nonsense, is not an error of the router."""
+        """Log nothing: a client that leaves, or sends nonsense, is not an error of the process."""
 
 
 def _cut_off(connection: socket.socket) -> None:

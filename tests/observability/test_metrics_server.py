@@ -1,0 +1,164 @@
+"""The server of metrics: what it tells, to whom, and for how long."""
+
+import asyncio
+import socket
+import ssl
+import threading
+import time
+import urllib.error
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from credentials.door import front_door
+from observability import metrics_server
+from observability.metrics_server import MAX_SCRAPES, MetricsServer, Places, ask_loop
+from tests.support.certificates import Authority
+from tests.support.scrapes import samples, scrape
+from tests.support.wall_clock import assert_within
+
+
+@contextmanager
+def serving(registry: CollectorRegistry, **options: Any) -> Iterator[str]:
+    server = MetricsServer(registry, "127.0.0.1", 0, **options)
+    try:
+        yield f"127.0.0.1:{server.port}"
+    finally:
+        server.close()
+
+
+def test_a_port_of_its_own_tells_what_the_registry_holds_until_it_is_closed() -> None:
+    registry = CollectorRegistry()
+    counter = Counter("pagewire_things", "Things.", registry=registry)
+    with serving(registry) as address:
+        counter.inc(3)
+        assert samples(scrape(address))["pagewire_things_total",] == 3
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        scrape(address)
+
+
+def test_metrics_travel_encrypted_where_the_door_says_so(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    tls = front_door(authority.settings()).ssl_context("127.0.0.1")
+    trusting = ssl.create_default_context(cafile=authority.file)
+    with serving(CollectorRegistry(), tls=tls) as address:
+        assert scrape(address, trusting) == ""
+        with pytest.raises((urllib.error.URLError, ConnectionError)):
+            scrape(address)
+
+
+@pytest.mark.parametrize("home", ["127.0.0.1", "127.0.0.2"])
+def test_strangers_who_say_nothing_keep_nobody_from_reading_metrics(home: str) -> None:
+    with serving(CollectorRegistry()) as address, ExitStack() as stack:
+        host, _, port = address.rpartition(":")
+        silent = [
+            stack.enter_context(
+                socket.create_connection((host, int(port)), source_address=(home, 0))
+            )
+            for _ in range(50)
+        ]
+        began = time.monotonic()
+
+        assert scrape(address) == ""
+
+        assert_within(time.monotonic() - began, 3.0)  # without giving way it takes ten
+        assert silent[-MAX_SCRAPES - 1].recv(1) == b"", "more than there are places"
+        silent[-1].settimeout(0)
+        with pytest.raises(BlockingIOError):  # of those that stay
+            silent[-1].recv(1)
+
+
+@pytest.mark.parametrize(("others", "has_place"), [("10.0.0.1", False), ("10.0.0.2", True)])
+def test_who_is_answered_gives_way_to_other_addresses_only(others: str, has_place: bool) -> None:
+    places = Places()
+    ours = [socket.socketpair() for _ in range(MAX_SCRAPES)]
+    for connection, _ in ours:
+        place = places.take(connection, "10.0.0.1")
+        assert place is not None
+        place.is_proven = True
+
+    def give_way() -> None:
+        assert ours[0][0].recv(1) == b""  # the oldest was cut off
+        places.give_back(places.of(ours[0][0]))
+
+    with ThreadPoolExecutor(1) as pool, socket.socket() as newcomer:
+        leaving = pool.submit(give_way) if has_place else None
+        assert (places.take(newcomer, others) is not None) == has_place
+        if leaving:
+            leaving.result()
+    for connection in chain.from_iterable(ours):
+        connection.close()
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_a_stranger_who_says_little_is_cut_off(
+    has_tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_server, "DEADLINE_S", 0.05)
+    settings = Authority(tmp_path).settings()
+    tls = front_door(settings).ssl_context("127.0.0.1") if has_tls else None
+    with serving(CollectorRegistry(), tls=tls) as address:
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=10) as stranger:
+            stranger.send(b"\x16" if has_tls else b"G")
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+
+
+def test_a_collector_that_fails_costs_one_scrape() -> None:
+    class Failing(Collector):
+        is_broken = True
+
+        def collect(self) -> Iterable[Metric]:
+            if self.is_broken:
+                raise TimeoutError
+            return ()
+
+    failing = Failing()
+    registry = CollectorRegistry()
+    registry.register(failing)
+    with serving(registry) as address:
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            scrape(address)
+        failing.is_broken = False
+        assert scrape(address) == ""
+
+
+def test_a_port_belongs_to_one_process() -> None:
+    with serving(CollectorRegistry()) as address:
+        port = int(address.rpartition(":")[2])
+        with pytest.raises(OSError, match="in use"):
+            MetricsServer(CollectorRegistry(), "127.0.0.1", port)
+
+
+def test_a_loop_that_does_not_answer_costs_a_scrape_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics_server, "STATUS_S", 0.05)
+    told: list[int] = []
+
+    async def scenario() -> None:
+        loop, is_over = asyncio.get_running_loop(), threading.Event()
+
+        def ask() -> None:
+            with pytest.raises(TimeoutError):
+                ask_loop(loop, lambda: 1)
+            is_over.set()
+
+        asking = asyncio.create_task(asyncio.to_thread(ask))
+        await asyncio.sleep(0)
+        assert is_over.wait(10), "it gives up while the loop is busy"
+        await asking
+        told.append(await asyncio.to_thread(ask_loop, loop, lambda: 2))
+
+    asyncio.run(scenario())
+
+    assert told == [2]
