@@ -134,10 +134,19 @@ class ClusterConfig:
         "Range of the free ports of all servers, FIRST-LAST, as in 20000-20099; empty: any. A host "
         "needs one for each worker, one more for each decode worker that receives pages, and one "
         "for the controller and for a router where controller_port and port are 0. Ports of the "
-        "range that port, http_port, controller_port and router.metrics_port name are left to "
-        "those servers. NCCL and Ray use other ports.",
+        "range that port, http_port, controller_port, router.metrics_port and worker_metrics_ports "
+        "name are left to those servers. NCCL and Ray use other ports.",
         accepts=is_port_range,
         accepted="two ports of 1024 to 65535, as in 20000-20099",
+    )
+    worker_metrics_ports: str = option(
+        "",
+        "Range of the ports of the workers' own metrics for Prometheus, FIRST-LAST, as in "
+        "9401-9408; empty: none. A host needs one for each worker, which takes the lowest free "
+        "one, on the address of its other ports. With TLS, Prometheus needs a certificate of "
+        "tls.authority_file.",
+        accepts=is_port_range,
+        accepted="two ports of 1024 to 65535, as in 9401-9408",
     )
     network_interface: str = option(
         "",
@@ -255,8 +264,25 @@ class ClusterConfig:
     @property
     def free_ports(self) -> FreePorts:
         """The ports of servers that no option gives one."""
-        fixed = {self.port, self.http_port, self.controller_port, self.router.metrics_port}
-        return FreePorts(self.port_range, frozenset(fixed))
+        metrics = self.metrics_ports.of_range if self.metrics_ports else ()
+        return FreePorts(self.port_range, self._fixed_ports.union(metrics))
+
+    @property
+    def metrics_ports(self) -> FreePorts | None:
+        """The ports of the workers' metrics; None: they have none."""
+        if not self.worker_metrics_ports:
+            return None
+        return FreePorts(
+            self.worker_metrics_ports,
+            self._fixed_ports,
+            option="worker_metrics_ports",
+            is_in_order=True,
+        )
+
+    @property
+    def _fixed_ports(self) -> frozenset[int]:
+        ports = (self.port, self.http_port, self.controller_port, self.router.metrics_port)
+        return frozenset(ports)
 
     @property
     def tls_settings(self) -> TlsSettings:
@@ -359,6 +385,17 @@ class ClusterConfig:
                         OptionName(name),
                     )
                 )
+        if self.worker_metrics_ports and self.router.tenants_file and not self.tls.is_on:
+            problems.append(
+                WrongOption(
+                    "{}: found {!r}; allowed: none with {} and without {}, because tenants may not "
+                    "see workers, and only a certificate keeps them out",
+                    OptionName("worker_metrics_ports"),
+                    self.worker_metrics_ports,
+                    OptionName("router.tenants_file"),
+                    OptionName("tls.certificate_file"),
+                )
+            )
         dead_after_s = self.router.dead_after_s
         for section, pool in (
             ("prefill_worker", self.prefill_worker),

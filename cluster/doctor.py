@@ -29,7 +29,7 @@ from cluster.errors import ConfigError, PlacementError
 from cluster.host_facts import SHM_PATH, HostFacts
 from cluster.model_folder import check_kernels, check_model_folder
 from cluster.own_address import check_interfaces, with_own_host
-from cluster.port_need import check_port_range
+from cluster.port_need import check_port_ranges
 from cluster.port_owner import ROUTER_TIMEOUT_S, is_router
 from cluster.preflight import check_http_port_free
 from pagewire.protos.pem import client_context, read_pem, utc
@@ -71,7 +71,7 @@ def examine(facts: HostFacts, config: ClusterConfig) -> tuple[Finding, ...]:
         config = with_own_host(config)
         findings += [*check_tls(config), check_port(config), check_http_port(config)]
     device = resolve_device(config.device, facts.torch_gpus)
-    if config.port_range:
+    if config.port_range or config.worker_metrics_ports:
         findings.append(check_range(config, device))
     if config.model is not None:
         model = check_model(config.model, device)
@@ -313,15 +313,16 @@ def check_port(config: ClusterConfig) -> Finding:
 
 
 def check_range(config: ClusterConfig, device: str) -> Finding:
-    """The range has a port for each server, if one host has them all."""
+    """Each range has a port for each server, if one host has them all."""
     prefill, decode = config.num_workers("prefill"), config.num_workers("decode")
     try:
-        check_port_range(config, device, prefill, decode)
+        check_port_ranges(config, device, prefill, decode)
     except ConfigError as error:
         level: Level = "warn" if config.ray_address else "fail"  # other hosts may have some
-        remedy = "a wider port_range, which pagewire up needs on each host"
+        remedy = "a wider range, which pagewire up needs on each host"
         return Finding(check="port range", level=level, found=str(error), remedy=remedy)
-    return Finding(check="port range", level="ok", found=f"{config.port_range} is wide enough")
+    given = " and ".join(filter(None, (config.port_range, config.worker_metrics_ports)))
+    return Finding(check="port range", level="ok", found=f"wide enough: {given}")
 
 
 def check_http_port(config: ClusterConfig) -> Finding:

@@ -42,7 +42,7 @@ from cluster.placement import (
 )
 from cluster.places import check_pool
 from cluster.pool_config import pool_of
-from cluster.port_need import check_port_range
+from cluster.port_need import check_port_ranges
 from cluster.preflight import choose_device
 from cluster.private_folder import RayToken, private_folder
 from cluster.ray_hosts import check_hosts
@@ -215,7 +215,7 @@ def deploy(
     check_links(config, device, addresses)
     if not config.pool_resources:  # else hosts may join later
         prefill, decode = config.num_workers("prefill"), config.num_workers("decode")
-        check_port_range(config, device, prefill, decode, num_hosts=len(addresses))
+        check_port_ranges(config, device, prefill, decode, num_hosts=len(addresses))
     deployment = Deployment(
         config=config,
         device=device,

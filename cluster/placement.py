@@ -275,6 +275,7 @@ def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
         log_level=config.log_level,
         log_format=config.log_format,
         ports=config.free_ports,
+        metrics_ports=config.metrics_ports,
         page_transport=config.page_transport,
         tls=config.tls_settings,
         tracing=config.tracing,

@@ -17,7 +17,7 @@ from cluster.errors import ConfigError, PlacementError
 from cluster.host_memory import read_host_memory
 from cluster.model_folder import check_kernels, check_model_files, check_model_folder
 from cluster.own_address import check_interfaces, with_own_host
-from cluster.port_need import check_port_range
+from cluster.port_need import check_port_ranges
 from observability.tracing import TracingConfig, TracingUnavailable, check_tracing
 from router.errors import TenantsFileError
 from router.tenants.file import read_tenants
@@ -69,7 +69,7 @@ def check_start(
     )
     check_model_folder(model)
     device = choose_device(config, 0 if config.device == "cpu" else count_gpus())
-    check_port_range(config, device, config.num_workers("prefill"), config.num_workers("decode"))
+    check_port_ranges(config, device, config.num_workers("prefill"), config.num_workers("decode"))
     if device == "cuda":
         check_kernels(model)
     else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
 from cluster.pool_config import MOST_WORKERS, NAME, ROLES, pool_key, pool_of
-from cluster.port_need import check_port_range
+from cluster.port_need import check_port_ranges
 from options.kept_by_name import kept_by_name
 from router.membership import PoolName
 
@@ -142,7 +142,7 @@ def plan_scale(
             _check_remaining(workers, role, gone)
     if starts and not config.ray_address:
         roles = Counter(map(role_of, [*workers.staying, *starts]))
-        check_port_range(config, device, roles["prefill"], roles["decode"])
+        check_port_ranges(config, device, roles["prefill"], roles["decode"])
     return ScalePlan(starts=tuple(starts), drains=tuple(drains))
 
 

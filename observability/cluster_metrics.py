@@ -1,4 +1,4 @@
-"""Metrics of a router, and of each worker as the router sees it."""
+"""Metrics of a router, and of workers: as a router sees them, and as each sees itself."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -176,6 +176,25 @@ class ClusterCollector(Collector):
         yield from _certificates(status)
         yield from _tenants(status.tenants)
         yield from _workers(status.workers)
+
+
+class WorkerCollector(Collector):
+    """Collects a worker's view of itself at each scrape.
+
+    Args:
+        ask: Returns the view; may raise, which fails the scrape.
+    """
+
+    def __init__(self, ask: Callable[[], Worker]) -> None:
+        self._ask = ask
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield nothing, so that registration does not query the worker."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics that a router has of each worker; raises the errors of `ask`."""
+        yield from _workers([self._ask()])
 
 
 def _tenants(tenants: Sequence[Tenant]) -> Iterator[Metric]:

@@ -35,10 +35,15 @@ class FreePorts:
     Args:
         port_range: As for `is_port_range`.
         fixed: Ports that options give to one server each; nobody else takes them.
+        option: The option that gives the range, for errors.
+        is_in_order: Whether the lowest free port is taken, so that the first n ports are those of n
+            servers; else any is.
     """
 
     port_range: str = ""
     fixed: frozenset[int] = frozenset()
+    option: str = "port_range"
+    is_in_order: bool = False
 
     @property
     def of_range(self) -> list[int]:
@@ -51,7 +56,8 @@ class FreePorts:
     def listen(self, host: str, listen: Callable[[int], T], port: int = 0) -> T:
         """Return the result of `listen` for the first free port.
 
-        The search begins at a random port, because processes of a host start at the same time.
+        Unless they are taken in order, the search begins at a random port, because processes of a
+        host start at the same time.
 
         Args:
             host: Where it listens.
@@ -65,7 +71,8 @@ class FreePorts:
         if port or not self.port_range:
             return listen(port)
         ports = self.of_range
-        begin = random.randrange(len(ports)) if ports else 0  # noqa: S311 - not a secret
+        is_random = ports and not self.is_in_order
+        begin = random.randrange(len(ports)) if is_random else 0  # noqa: S311 - not a secret
         for port in [*ports[begin:], *ports[:begin]]:
             if _is_taken(host, port):  # gRPC would write an error to the log
                 continue
@@ -74,7 +81,7 @@ class FreePorts:
             except (OSError, RuntimeError):  # another process was faster
                 continue
         raise NoPortFree(
-            f"port_range: found {self.port_range!r}, of which all ports are taken on {host}; "
+            f"{self.option}: found {self.port_range!r}, of which all ports are taken on {host}; "
             "allowed: a range with a free one"
         )
 

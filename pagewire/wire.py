@@ -186,7 +186,7 @@ def _sampling_defaults(model: inference_pb2.Model) -> SamplingDefaults | None:
 def status_from(response: inference_pb2.GetClusterStatusResponse) -> ClusterStatus:
     """Decode the cluster's status."""
     return ClusterStatus(
-        workers=tuple(_worker(worker) for worker in response.workers),
+        workers=tuple(worker_status_from(worker) for worker in response.workers),
         active_requests=response.active_requests,
         finished_requests=response.finished_requests,
         resumed_requests=response.resumed_requests,
@@ -416,7 +416,8 @@ def usage_from(usage: inference_pb2.Usage) -> Usage:
     )
 
 
-def _worker(status: inference_pb2.WorkerStatus) -> WorkerStatus:
+def worker_status_from(status: inference_pb2.WorkerStatus) -> WorkerStatus:
+    """Decode a router's view of a worker."""
     heartbeat = status.heartbeat
     pages, totals = heartbeat.pages, heartbeat.totals
     return WorkerStatus(

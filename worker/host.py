@@ -23,12 +23,14 @@ from kv_cache.errors import OutOfPages
 from kv_transfer.transport import close_transports
 from llm_engine.sampling import SequenceSlice
 from observability.logs import fields
+from pagewire.types import WorkerStatus
 from worker.cache_feed import CacheFeed
 from worker.context import WorkerContext
 from worker.errors import Draining, WorkerError
 from worker.load import WorkerLoad, WorkerTotals
 from worker.server import WORKER_SERVICE, WorkerServicer, register_worker_services
 from worker.step_loop import Scheduler, StepListener, StepLoop
+from worker.wire import own_status
 
 logger = logging.getLogger(__name__)
 
@@ -123,26 +125,29 @@ class WorkerHost:
             make_probe=self._probe,
             max_failed_passes=context.config.max_failed_passes,
         )
+        self._servicer = WorkerServicer(
+            identity=context.identity,
+            pool=pool.name,
+            model=context.model,
+            layout=context.layout,
+            transports=[transport.name for transport in context.transports],
+            max_choices=pool.max_choices,
+            pages=context.cache.pool,
+            feed=self._feed,
+            load=self._load,
+            totals=pool.scheduler.totals,
+            heartbeat_s=context.config.heartbeat_s,
+        )
         self._running: asyncio.Task[None] | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the pool's service, WorkerService and the health service to a server."""
         self._pool.register(server)
-        context = self._context
-        servicer = WorkerServicer(
-            identity=context.identity,
-            pool=self._pool.name,
-            model=context.model,
-            layout=context.layout,
-            transports=[transport.name for transport in context.transports],
-            max_choices=self._pool.max_choices,
-            pages=context.cache.pool,
-            feed=self._feed,
-            load=self._load,
-            totals=self._scheduler.totals,
-            heartbeat_s=context.config.heartbeat_s,
-        )
-        register_worker_services(server, servicer, self._health)
+        register_worker_services(server, self._servicer, self._health)
+
+    def status(self) -> WorkerStatus:
+        """Return the figures that the next heartbeat would have."""
+        return own_status(self._servicer.heartbeat())
 
     async def start(self) -> None:
         """Begin to step; returns at once."""

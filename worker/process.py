@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -22,7 +23,10 @@ from credentials.gate import ServerGate
 from credentials.secret import PartyKeys
 from kv_transfer.transport import PageTransport
 from llm_engine.load_progress import ReportLoaded
+from observability.cluster_metrics import WorkerCollector
 from observability.logs import fields
+from observability.metrics_server import MetricsServer, ask_loop
+from observability.process_metrics import process_registry
 from observability.serving_process import settle_process
 from observability.tracing import TracingConfig, configure_tracing, stop_tracing
 from options.kept_by_name import kept_by_name
@@ -65,6 +69,7 @@ class WorkerSettings:
     log_format: str  # "text" or "json"
     by_host: HostOptions = field(default_factory=HostOptions)  # counts where host is empty
     ports: FreePorts = ANY_PORT  # from which its servers take theirs
+    metrics_ports: FreePorts | None = None  # for its metrics; None: nobody can read them here
     page_transport: PageTransport = "auto"  # see kv_transfer.transport.open_transports
     tls: TlsSettings = field(default_factory=TlsSettings)
     tracing: TracingConfig = field(default_factory=TracingConfig)
@@ -97,6 +102,7 @@ class WorkerProcess:
         self._executor: ThreadExecutor | None = None
         self._server: grpc.aio.Server | None = None
         self._worker: WorkerHost | None = None
+        self._metrics: MetricsServer | None = None
         self._announcing: asyncio.Task[None] | None = None
         self._is_leaving = False
         self.identity: WorkerIdentity | None = None  # set by start
@@ -109,7 +115,7 @@ class WorkerProcess:
 
         Raises:
             OpenInClear: Other hosts could connect without encryption.
-            NoPortFree: All ports of the range are taken.
+            NoPortFree: All ports of a range are taken.
             TracingUnavailable: Traces are configured, and OpenTelemetry is not installed.
         """
         settings = self._settings
@@ -141,6 +147,8 @@ class WorkerProcess:
         reflection.enable_server_reflection(
             [*worker.services, health, reflection.SERVICE_NAME], server
         )
+        if settings.metrics_ports is not None:
+            self._metrics = self._serve_metrics(worker, settings.metrics_ports)
         await server.start()
         await worker.start()
         settle_process()
@@ -187,7 +195,24 @@ class WorkerProcess:
             await self._server.stop(LAST_WORDS_S)
         if self._executor:
             await asyncio.to_thread(self._executor.close)
+        if self._metrics:
+            await asyncio.to_thread(self._metrics.close)
         await asyncio.to_thread(stop_tracing)
+
+    def _serve_metrics(self, worker: WorkerHost, ports: FreePorts) -> MetricsServer:
+        """Serve the worker's metrics behind the same door as its calls."""
+        host, loop = self._settings.host, asyncio.get_running_loop()
+        registry = process_registry()
+        registry.register(WorkerCollector(lambda: ask_loop(loop, worker.status)))
+        tls = self.links.door.ssl_context(host)
+        server = ports.listen(host, partial(MetricsServer, registry, host, tls=tls))
+        log.info(
+            "metrics_ready",
+            extra=fields(
+                worker_id=self._settings.worker_id, address=join_address(host, server.port)
+            ),
+        )
+        return server
 
     async def _announce_for_ever(self, identity: WorkerIdentity) -> None:
         while True:

@@ -79,6 +79,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._heartbeat_s = heartbeat_s
         self._max_choices = max_choices
 
+    def heartbeat(self) -> inference_pb2.Heartbeat:
+        """Return the load and totals of this moment."""
+        return heartbeat_to_proto(
+            identity=self._identity,
+            pool=self._pool,
+            load=self._load(),
+            pages=self._pages.counts(),
+            totals=self._totals,
+        )
+
     async def GetInfo(
         self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.GetInfoResponse:
@@ -103,14 +113,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.WatchResponse]:
         while True:
-            heartbeat = heartbeat_to_proto(
-                identity=self._identity,
-                pool=self._pool,
-                load=self._load(),
-                pages=self._pages.counts(),
-                totals=self._totals,
-            )
-            yield worker_pb2.WatchResponse(heartbeat=heartbeat)
+            yield worker_pb2.WatchResponse(heartbeat=self.heartbeat())
             await asyncio.sleep(self._heartbeat_s)
 
     async def SubscribeCacheEvents(

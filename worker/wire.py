@@ -7,6 +7,8 @@ from kv_cache.page_pool import PageCounts
 from llm_engine.sampling import SampledToken, SamplingParams
 from pagewire.protos import common_pb2, inference_pb2
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.types import WorkerStatus
+from pagewire.wire import worker_status_from
 from worker.identity import WorkerIdentity
 from worker.load import WorkerLoad, WorkerTotals
 
@@ -158,4 +160,17 @@ def heartbeat_to_proto(
             exposed_transfer_s=totals.exposed_transfer_s,
             over_quota_pages=load.num_over_quota,
         ),
+    )
+
+
+def own_status(heartbeat: inference_pb2.Heartbeat) -> WorkerStatus:
+    """Return what a router with this heartbeat, which has just come, tells of the worker."""
+    is_draining = heartbeat.draining
+    return worker_status_from(
+        inference_pb2.WorkerStatus(
+            worker=heartbeat.worker,
+            pool=heartbeat.pool,
+            state="WORKER_STATE_DRAINING" if is_draining else "WORKER_STATE_READY",
+            heartbeat=heartbeat,
+        )
     )

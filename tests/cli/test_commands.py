@@ -25,7 +25,7 @@ SERVE_FLAGS = """
     --model --model-paths --nccl-interface --network-interface --num-pages
     --page-size --page-transport --pool-resources --port --port-range --prefill --ray-address
     --secret-file --served-model-name --start-timeout-s --stop-grace-s
-    --workers-per-gpu
+    --worker-metrics-ports --workers-per-gpu
 """
 FLAGS = {
     "generate": """--address --authority-file --certificate-file --frequency-penalty --help

@@ -16,6 +16,7 @@ from decode_worker.worker import make_decode_worker
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.transport import open_transports
 from llm_engine.model_files import text_folder
+from options.ports import FreePorts
 from pagewire import AsyncClient
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import make_prefill_worker
@@ -55,6 +56,7 @@ async def in_process_cluster(
     is_large: bool = False,
     has_text: bool = False,
     tls: TlsSettings = IN_CLEAR,
+    metrics_ports: FreePorts | None = None,
 ) -> AsyncIterator[AsyncClient]:
     """Serve a checkpoint; yields a client.
 
@@ -68,6 +70,7 @@ async def in_process_cluster(
             short, and no deadline passes that is there to find the dead.
         has_text: Whether the router reads the model's tokenizer; else it takes token ids only.
         tls: Of the workers, and of the router's calls to them.
+        metrics_ports: As in WorkerSettings.
     """
     transfer = LONG_DEADLINES if is_large else TransferDeadlines()
     limits = {"dead_after_s": 60, "stuck_after_s": 600} if is_large else {}
@@ -92,6 +95,7 @@ async def in_process_cluster(
                 prefill=prefill,
                 decode=decode,
                 tls=tls,
+                metrics_ports=metrics_ports,
             )
             stack.push_async_callback(process.stop, 0.0)
         router = Router(
@@ -139,6 +143,7 @@ async def start_worker(
     prefill=DEFAULT_PREFILL,
     decode=DEFAULT_DECODE,
     tls=IN_CLEAR,
+    metrics_ports=None,
 ):
     pool, _, _ = worker_id.partition("-")
     settings = WorkerSettings(
@@ -159,6 +164,7 @@ async def start_worker(
         log_level="warning",
         log_format="text",
         tls=tls,
+        metrics_ports=metrics_ports,
     )
     announced = {}
 

@@ -480,6 +480,12 @@ def test_workers_are_not_dead_between_two_heartbeats(options, words):
             "--decode-worker-max-step-tokens: found 900; allowed: more than "
             "--decode-worker-max-running-sequences, which is 900",
         ),
+        (
+            "router: {tenants_file: tenants.yaml}",
+            {"worker_metrics_ports": "9401-9402"},
+            "--worker-metrics-ports: found '9401-9402'; allowed: none with router.tenants_file and "
+            "without tls.certificate_file, because tenants may not see workers",
+        ),
     ],
 )
 def test_options_of_the_command_line_are_named_as_they_stand_there(tmp_path, text, options, line):

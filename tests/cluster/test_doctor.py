@@ -230,7 +230,12 @@ def test_interfaces_that_were_chosen_are_looked_at(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "level", "told"),
     [
-        ({}, "ok", "20000-20004 is wide enough"),
+        ({}, "ok", "wide enough: 20000-20004"),
+        (
+            {"worker_metrics_ports": "9401-9401"},
+            "fail",
+            "worker_metrics_ports: found '9401-9401', ",
+        ),
         ({"decode": 2}, "fail", "allowed: 7 or more"),
         ({"decode": 2, "ray_address": "auto"}, "warn", "allowed: 7 or more"),
     ],

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,8 +29,9 @@ from cluster.preflight import check_start
 from credentials.key_file import write_router_keys
 from pagewire import AsyncClient
 from tests.cluster.in_process import generate_all
-from tests.support.free_ports import free_port
+from tests.support.free_ports import free_port, free_range
 from tests.support.local_ray import forget_token
+from tests.support.scrapes import samples, scrape
 from tests.support.wall_clock import assert_within
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
@@ -68,7 +70,13 @@ def placement(request):
 
 
 @pytest.fixture(scope="module")
-def cluster(model_dir, placement):
+def metrics_ports():
+    """The first port of the workers' metrics, and their range."""
+    return free_range(4)
+
+
+@pytest.fixture(scope="module")
+def cluster(model_dir, placement, metrics_ports):
     prepare_ray(is_local=True)
     forget_token()
     from cluster.launch import start_cluster
@@ -78,7 +86,11 @@ def cluster(model_dir, placement):
     if device == "cuda" and count_gpus() < 4:
         options["workers_per_gpu"] = 2 if count_gpus() > 1 else 4
     # Not 0: a router that is started again must be found at the same address.
-    ports = {"port": free_port(), "http_port": free_port()}
+    ports = {
+        "port": free_port(),
+        "http_port": free_port(),
+        "worker_metrics_ports": metrics_ports[1],
+    }
     config = load_config(None, options | {"model": model_dir} | ports)
     running = start_cluster(config, check_start(config), shows_worker_logs=False)
     yield running
@@ -482,6 +494,29 @@ def test_a_killed_controller_costs_no_stream_a_resumption(cluster):
         assert len({each.token_ids for each in completions}) == 1
         assert [each.usage.resumptions for each in completions] == [0] * len(completions)
     assert all_ready(status, cluster)
+
+
+def test_workers_tell_their_metrics_while_no_router_runs(cluster, metrics_ports):
+    from cluster.placement import ROUTER_NAME
+
+    first, _ = metrics_ports
+    host, _, port = cluster.address.rpartition(":")
+
+    async def work(client):
+        os.kill(cluster.pid(ROUTER_NAME), signal.SIGKILL)
+        texts = [await asyncio.to_thread(scrape, f"{host}:{first + each}") for each in range(4)]
+        with pytest.raises(ConnectionRefusedError):  # no router has been started again yet
+            socket.create_connection((host, int(port)))
+        return [samples(each) for each in texts]
+
+    told = run(cluster, work)
+
+    ready = {  # among samples
+        name: ("pagewire_worker_state", *sorted((name.partition("-")[0], name, "ready")))
+        for name in cluster.workers
+    }
+    names = [[name for name in ready if each.get(ready[name])] for each in told]
+    assert sorted(names) == sorted([name] for name in cluster.workers)
 
 
 def test_a_killed_router_comes_back_at_its_address_and_goes_on_with_its_streams(cluster):

@@ -69,6 +69,18 @@ def test_a_workers_address_is_fixed_only_where_there_is_one_host():
     assert address(network_interface="eth0") == address(ray_address="auto") == ""
 
 
+def test_workers_have_ports_for_metrics_only_where_an_option_gives_some():
+    def settings(**options):
+        return _settings(deployment(options), "decode-0")
+
+    options = {"worker_metrics_ports": "20001-20004", "router.metrics_port": 20003}
+    given = settings(port_range="20000-20009", **options)
+
+    assert settings().metrics_ports is None
+    assert given.metrics_ports.of_range == [20001, 20002, 20004]
+    assert given.ports.of_range == [20000, *range(20005, 20010)]
+
+
 def test_interfaces_and_paths_of_hosts_reach_the_workers():
     options = {
         "ray_address": "auto",

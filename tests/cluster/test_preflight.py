@@ -22,7 +22,7 @@ from cluster.errors import ConfigError, PlacementError
 from cluster.host_memory import HostMemory
 from cluster.own_address import check_interfaces
 from cluster.pool_config import PoolConfig
-from cluster.port_need import check_port_range
+from cluster.port_need import check_port_ranges
 from cluster.preflight import check_start
 from tests.support.interfaces import have_interfaces
 
@@ -335,6 +335,10 @@ def test_a_tenants_file_that_cannot_be_used_is_refused_before_anything_is_starte
         ({"prefill": 0, "decode": 4}, "allowed: 5 or more"),
         ({"prefill": 0, "decode": 3}, ""),
         ({"prefill": 1, "decode": 1}, ""),
+        (
+            {"prefill": 1, "decode": 1, "worker_metrics_ports": "20000-20001"},
+            "which has 4 ports, 2 of them for servers with a port of their own; allowed: 6 or more",
+        ),
     ],
 )
 def test_a_range_of_fewer_ports_than_the_processes_need_is_refused(monkeypatch, options, words):
@@ -345,13 +349,32 @@ def test_a_range_of_fewer_ports_than_the_processes_need_is_refused(monkeypatch, 
         check_on_a_host_with(monkeypatch, memory, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {},
+            "which has 3 ports; allowed: 4 or more, because 2 prefill and 2 decode workers need 4",
+        ),
+        ({"decode": 1}, ""),
+        ({"decode": 1, "port": 9401}, "which has 3 ports, 1 of them for servers with a port of th"),
+    ],
+)
+def test_each_worker_needs_a_port_for_its_metrics(monkeypatch, options, words):
+    monkeypatch.setattr(preflight, "check_port_free", lambda *_, **__: None)
+    memory = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
+    options = {"worker_metrics_ports": "9401-9403", "prefill": 2, "decode": 2} | options
+    with raises_or_not(words and f"worker_metrics_ports: found '9401-9403', {words}"):
+        check_on_a_host_with(monkeypatch, memory, **options)
+
+
 def test_on_several_hosts_only_what_fits_on_no_choice_of_them_is_refused():
     config = load_config(None, {"port_range": "20000-20001", "ray_address": "auto"})
 
-    check_port_range(config, "cpu", 1, 2, num_hosts=3)
+    check_port_ranges(config, "cpu", 1, 2, num_hosts=3)
     with pytest.raises(ConfigError, match=r"allowed: 3 or more, .* need 7 on 3 hosts"):
-        check_port_range(config, "cpu", 2, 2, num_hosts=3)
-    check_port_range(replace(config, page_transport="nccl"), "cuda", 2, 2, num_hosts=3)
+        check_port_ranges(config, "cpu", 2, 2, num_hosts=3)
+    check_port_ranges(replace(config, page_transport="nccl"), "cuda", 2, 2, num_hosts=3)
 
 
 def raises_or_not(words):

@@ -22,8 +22,9 @@ from pagewire import Client, Completion, Tls, TlsError
 from tests.cluster.in_process import generate_all, in_process_cluster
 from tests.support.certificates import Authority
 from tests.support.checkpoints import reference_greedy, write_checkpoint
-from tests.support.free_ports import free_port
+from tests.support.free_ports import free_port, free_range
 from tests.support.processes import until
+from tests.support.scrapes import samples, scrape
 
 
 def test_pages_move_between_workers_that_know_each_other_by_certificates(tmp_path: Path) -> None:
@@ -85,6 +86,7 @@ def test_a_cluster_with_tls_everywhere_serves_clients_routers_and_http(tmp_path:
     secret.write_bytes(bytes(range(32)))
     model = ("--model", str(demo_model_dir()))
     controller = free_port()
+    metrics, metrics_ports = free_range(2)
     mine = authority.pair("somebody")
     tls = Tls(authority_file=authority.file, **mine._asdict())
     wrote = subprocess.run(
@@ -94,6 +96,7 @@ def test_a_cluster_with_tls_everywhere_serves_clients_routers_and_http(tmp_path:
     serve = (
         *("serve", *model, "--port", "0", "--device", "cpu", "--http-port", str(free_port())),
         *("--controller-port", str(controller), "--secret-file", str(secret)),
+        *("--worker-metrics-ports", metrics_ports),
         *("--decode-worker-local-prefill-max-tokens", "0", "--cpu-pages-mib", "8"),
         *tls_flags(settings),
     )
@@ -111,6 +114,13 @@ def test_a_cluster_with_tls_everywhere_serves_clients_routers_and_http(tmp_path:
             pytest.raises(TlsError),
         ):
             nameless.status()
+        reader = ssl.create_default_context(cafile=authority.file)
+        reader.check_hostname = False
+        for each in range(2):
+            with pytest.raises((OSError, http.client.HTTPException)):
+                scrape(f"127.0.0.1:{metrics + each}", reader)
+        reader.load_cert_chain(*mine)
+        told = [samples(scrape(f"127.0.0.1:{metrics + each}", reader)) for each in range(2)]
         with running(*router) as other_ready:
             other = _found(r" on (127\.0\.0\.1:\d+) for", other_ready)
             with Client(other, default_timeout_s=60, tls=tls) as client:
@@ -128,11 +138,17 @@ def test_a_cluster_with_tls_everywhere_serves_clients_routers_and_http(tmp_path:
         assert completion.usage
         assert completion.usage.pages_moved > 0
         assert completion.usage.decode_computed_tokens == 0
+    workers = {key[1:] for each in told for key, is_so in each.items() if is_state(key) and is_so}
+    assert workers == {("decode", "decode-0", "ready"), ("prefill", "prefill-0", "ready")}
     for each in (status.front_tls, status.cluster_tls):
         assert each
         assert each.encrypted
         assert each.expires_at_s
     assert len(models["data"]) == 1
+
+
+def is_state(key: tuple[str, ...]) -> bool:
+    return key[0] == "pagewire_worker_state"
 
 
 def _found(pattern: str, text: str) -> str:

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from concurrent import futures
+from itertools import chain
 from pathlib import Path
 
 import grpc
@@ -143,13 +144,14 @@ def test_the_commands_of_the_readme_can_be_typed():
 
 LISTENS = re.compile(r"\.add_port\(|\.create_server\(|\.server_bind\(|\blistener\.bind\(")
 SERVERS = {
-    "router/process.py": "router",
-    "observability/metrics_server.py": "metrics of a router",
-    "http_gateway/server.py": "HTTP gateway",
-    "cluster/server.py": "controller",
-    "worker/process.py": "worker",
-    "kv_transfer/proven_sockets.py": "pages into a decode worker",
+    "router/process.py": ("router",),
+    "observability/metrics_server.py": ("metrics of a router", "metrics of a worker"),
+    "http_gateway/server.py": ("HTTP gateway",),
+    "cluster/server.py": ("controller",),
+    "worker/process.py": ("worker",),
+    "kv_transfer/proven_sockets.py": ("pages into a decode worker",),
 }
+OPTIONS_OF_PORTS = ("port", "http_port", "metrics_port", "controller_port", "worker_metrics_ports")
 PROBES = {"options/ports.py"}  # which only look whether a port is free
 
 
@@ -159,9 +161,9 @@ def test_the_table_for_firewalls_has_every_server_and_the_ports_of_its_options()
     text = (DEPLOY / "README.md").read_text(encoding="utf-8").partition("| who listens |")[2]
     rows = [line.split(" | ") for line in text.partition("\n\n")[0].splitlines()[2:]]
     ports = {who.removeprefix("| "): port for who, port, *_ in rows}
-    assert ports.keys() == {*SERVERS.values(), "NCCL", "Ray"}
+    assert ports.keys() == {*chain.from_iterable(SERVERS.values()), "NCCL", "Ray"}
     for name, option in config_options().items():
-        if name.rpartition(".")[2] in ("port", "http_port", "metrics_port", "controller_port"):
+        if name.rpartition(".")[2] in OPTIONS_OF_PORTS:
             (of_it,) = [each for each in ports.values() if f"`{name}` ({option.default}" in each]
             assert of_it
 

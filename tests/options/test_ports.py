@@ -1,31 +1,12 @@
 """Servers take their ports from a range, and say so when there is none left."""
 
 import re
-import socket
 from contextlib import ExitStack
 
 import pytest
 
 from options.ports import FreePorts, NoPortFree, is_port_range
-
-HOST = "127.0.0.1"
-
-
-def listening(port):
-    return socket.create_server((HOST, port))
-
-
-def free_range(num_ports):
-    """Find ports in a row that nobody has; another program may take one at any time."""
-    for first in range(30_000, 60_000, 10):
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + num_ports):
-                    stack.enter_context(listening(port))
-            except OSError:
-                continue
-        return first, f"{first}-{first + num_ports - 1}"
-    raise AssertionError("no free ports")
+from tests.support.free_ports import HOST, free_range, listening
 
 
 @pytest.mark.parametrize("value", ["", "1024-1024", "20000-20099", "1024-65535"])
@@ -80,3 +61,18 @@ def test_ports_that_options_give_to_a_server_are_left_to_it():
             ports.listen(HOST, listening)
     with pytest.raises(NoPortFree):
         FreePorts(text, frozenset(range(first, first + 3))).listen(HOST, listening)
+
+
+def test_ports_in_order_are_the_lowest_free_ones_and_an_error_names_their_option():
+    first, text = free_range(4)
+    ports = FreePorts(text, frozenset({first + 1}), option="some_ports", is_in_order=True)
+    with ExitStack() as stack:
+        servers = [stack.enter_context(ports.listen(HOST, listening)) for _ in range(3)]
+        assert [each.getsockname()[1] - first for each in servers] == [0, 2, 3]
+        with pytest.raises(NoPortFree, match=f"some_ports: found '{text}', of"):
+            ports.listen(HOST, listening)
+        servers[1].close()
+
+        again = stack.enter_context(ports.listen(HOST, listening))
+
+        assert again.getsockname()[1] == first + 2

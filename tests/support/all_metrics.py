@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, replace
 
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from http_gateway.http_metrics import Metrics
-from observability.cluster_metrics import expose_cluster
+from observability.cluster_metrics import WorkerCollector, expose_cluster
+from observability.process_metrics import process_registry
 from observability.request_metrics import RequestMetrics
 from pagewire import TenantStatus
 from pagewire.protos import common_pb2, inference_pb2
@@ -28,7 +30,7 @@ class Exported:
     name: str
     type: str  # counter, gauge or histogram
     labels: frozenset[str]  # without that of a histogram's buckets
-    places: frozenset[str]  # gateway, router
+    places: frozenset[str]  # gateway, router, worker
 
     @property
     def series(self) -> dict[str, frozenset[str]]:
@@ -40,7 +42,7 @@ class Exported:
 
 
 def all_metrics() -> dict[str, Exported]:
-    """Return what a gateway and a router export when everything has happened once."""
+    """Return what each kind of process exports when everything has happened once."""
     gateway, router = Metrics(), RouterMetrics()
     for each in (gateway, router):
         _live(each)
@@ -49,7 +51,13 @@ def all_metrics() -> dict[str, Exported]:
     router.dispatched("m", 1.0)
     router.token_gaps.add(0.1, 1)
     router.tell_cluster(lambda: CLUSTER, lambda: "m")
-    texts = {"gateway": gateway.expose() + expose_cluster(CLUSTER), "router": router.expose()}
+    worker = process_registry()
+    worker.register(WorkerCollector(lambda: CLUSTER.workers[0]))
+    texts = {
+        "gateway": gateway.expose() + expose_cluster(CLUSTER),
+        "router": router.expose(),
+        "worker": generate_latest(worker),
+    }
     found: dict[str, Exported] = {}
     for place, text in texts.items():
         for family in text_string_to_metric_families(text.decode()):

@@ -4,12 +4,13 @@ import pytest
 
 from grammars.constraint import Constraint
 from llm_engine.sampling import SampledToken, SamplingParams
-from pagewire.protos import common_pb2
+from pagewire.protos import common_pb2, inference_pb2
 from pagewire.protos.token_ids import pack_token_ids
 from tests.support.grammar_cases import JSON_OBJECT, choice, grammar, json_schema, regex
 from worker.identity import WorkerIdentity
 from worker.wire import (
     logprobs_to_proto,
+    own_status,
     sampled_from_proto,
     sampling_from_proto,
     sampling_to_proto,
@@ -72,3 +73,21 @@ def test_log_probabilities_must_be_one_per_token() -> None:
 def test_the_identity_of_a_worker_survives() -> None:
     identity = WorkerIdentity(worker_id="decode-0", incarnation=2**64 - 1, address="host:1")
     assert worker_from_proto(worker_to_proto(identity)) == identity
+
+
+@pytest.mark.parametrize(("is_draining", "state"), [(False, "ready"), (True, "draining")])
+def test_a_worker_tells_of_itself_what_its_heartbeat_says(is_draining: bool, state: str) -> None:
+    heartbeat = inference_pb2.Heartbeat(
+        worker=common_pb2.WorkerRef(worker_id="decode-1", incarnation=7),
+        pool=common_pb2.POOL_DECODE,
+        steps=3,
+        draining=is_draining,
+        pages=inference_pb2.PageCounts(total=9, free=4),
+        totals=inference_pb2.WorkerTotals(generated_tokens=5),
+    )
+
+    found = own_status(heartbeat)
+
+    assert (found.worker_id, found.pool, found.state) == ("decode-1", "decode", state)
+    assert found.is_living
+    assert (found.steps, found.pages.free, found.generated_tokens) == (3, 4, 5)
