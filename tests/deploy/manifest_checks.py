@@ -158,8 +158,15 @@ class Overlay:
 
     def selected(self, selector: dict[str, Any]) -> list[Pod]:
         """Return the pods that labels select."""
-        wanted = selector.get("matchLabels", selector).items()
-        return [each for each in self.all_pods if wanted <= each.labels.items()]
+        conditions = selector.get("matchExpressions", [])
+        wanted = selector.get("matchLabels", {} if conditions else selector).items()
+        assert all(each["operator"] == "In" for each in conditions)
+        return [
+            pod
+            for pod in self.all_pods
+            if wanted <= pod.labels.items()
+            and all(pod.labels.get(each["key"]) in each["values"] for each in conditions)
+        ]
 
 
 def config_of(overlay: Overlay, folder: Path) -> ClusterConfig:
@@ -237,6 +244,15 @@ def ports(overlay: Overlay, folder: Path) -> Iterator[str]:
                 for pod in overlay.selected(policy["spec"]["podSelector"]):
                     if isinstance(port["port"], str) and port["port"] not in pod.ports:
                         yield f"NetworkPolicy {name}: {pod.where} has no port {port['port']}"
+    metrics = config.metrics_ports.of_range if config.metrics_ports else []
+    for pod in overlay.groups:
+        named = [port for name, port in pod.ports.items() if name.startswith("worker-metrics")]
+        if named != metrics:
+            yield f"{pod.where}: has metrics at {named}, the configuration at {metrics}"
+        if "metrics" in pod.ports:
+            yield f"{pod.where}: KubeRay gives the name metrics to a port of Ray itself"
+        if metrics and len(metrics) < sum(map(pod.slots, POOLS)):
+            yield f"{pod.where}: has fewer ports for metrics than workers"
     for name, monitor in overlay.of("PodMonitor").items():
         for endpoint in monitor["spec"]["podMetricsEndpoints"]:
             for pod in overlay.selected(monitor["spec"]["selector"]):
@@ -702,6 +718,30 @@ def tls(overlay: Overlay, folder: Path) -> Iterator[str]:
             is_tls = endpoint.get("scheme") == "https" and "tlsConfig" in endpoint
             if is_tls != config.front_tls.is_on:
                 yield f"PodMonitor {name}: must ask as clients do"
+            elif is_tls and overlay.groups[0] in overlay.selected(each["spec"]["selector"]):
+                yield from _asks_workers(name, endpoint["tlsConfig"], config, issued)
+
+
+def _asks_workers(
+    name: str, asks: dict[str, Any], config: ClusterConfig, issued: dict[str, dict[str, Any]]
+) -> Iterator[str]:
+    """Say why workers would not answer a PodMonitor that asks them so."""
+    if asks.get("serverName") != config.tls.server_name:
+        yield f"PodMonitor {name}: workers are {config.tls.server_name}"
+    own = [each for each in issued.values() if config.tls.server_name in each.get("dnsNames", ())]
+    parts = (
+        asks["ca"]["secret"],
+        asks.get("cert", {}).get("secret", {}),
+        asks.get("keySecret", {}),
+    )
+    secrets = {each.get("name") for each in parts}
+    shown = issued.get(secrets.pop()) if len(secrets) == 1 else None
+    if shown is None:
+        yield f"PodMonitor {name}: shows no certificate that is issued"
+    elif "client auth" not in shown["usages"] or shown["issuerRef"] not in [
+        each["issuerRef"] for each in own
+    ]:
+        yield f"PodMonitor {name}: shows a certificate that workers do not trust"
 
 
 def _folders(section: Any) -> set[Path]:
@@ -814,6 +854,7 @@ def expected_flows(policies: dict[str, Any]) -> set[tuple[str, str, str, str]]:
     optional = {
         ("prometheus", "ingress", prometheus, "TCP:http"),
         ("prometheus-routers", "ingress", prometheus, "TCP:metrics"),
+        ("prometheus-workers", "ingress", prometheus, "TCP:worker-metrics"),
         (
             "gateway",
             "ingress",

@@ -58,7 +58,7 @@ def test_our_overlays_can_be_applied(name, capsys):
             CONFIG,
             "stop_grace_s",
             "stop_grase_s",
-            "cluster.yaml, line 16: stop_grase_s: found an un",
+            "cluster.yaml, line 17: stop_grase_s: found an un",
         ),
         (CONFIG, "decode: 4", "decode: 5", "decode: found 5 workers; allowed: 4, as many as the p"),
         ("raycluster.yaml", "Specs/0/replicas", "/0/replicas", "kustomize refuses it: "),

@@ -48,13 +48,13 @@ DIFFERENCES = {
         rf"{CLUSTER}/headGroupSpec/template/spec/containers/1/volumeMounts/[4-7]/.*",
         rf"{CLUSTER}/headGroupSpec/template/spec/volumes/[4-7]/.*",
         r"(PodDisruptionBudget/pagewire-(prefill|decode)|PodMonitor|PrometheusRule|GRPCRoute|HTTPRoute)/.*",
-        r"NetworkPolicy/(prometheus|prometheus-routers|gateway|redis|head-to-redis)/.*",
+        r"NetworkPolicy/(prometheus(-routers|-workers)?|gateway|redis|head-to-redis)/.*",
         r"(StatefulSet|Service)/pagewire-redis/.*",
         r"RayCluster/pagewire/spec/gcsFaultToleranceOptions/.*",
         r"(Certificate|Issuer|BackendTLSPolicy)/.*",
         r"Service/pagewire-(grpc|http)/spec/ports/0/appProtocol",
         rf"{CLUSTER}/headGroupSpec/template/spec/containers/1/(readiness|startup|liveness)Probe/.*",
-        rf"{CLUSTER}/workerGroupSpecs/\d/template/spec/containers/0/volumeMounts/3/.*",
+        rf"{CLUSTER}/workerGroupSpecs/\d/template/spec/containers/0/(volumeMounts/3|ports/0)/.*",
         rf"{CLUSTER}/workerGroupSpecs/\d/template/spec/volumes/3/.*",
         rf"{CLUSTER}/.*/template/spec/affinity/.*",
         rf"{CLUSTER}/workerGroupSpecs/\d/(replicas|maxReplicas)",
@@ -215,6 +215,10 @@ def certificate(overlay):
     return spec(overlay, "Certificate", "pagewire-tls")
 
 
+def of_workers(overlay):
+    return spec(overlay, "PodMonitor", "pagewire-workers")["podMetricsEndpoints"][0]
+
+
 def clients(overlay):
     return spec(overlay, "NetworkPolicy", "clients")
 
@@ -267,6 +271,19 @@ FAULTS = [
         "ports",
         put(lambda o: spec(o, "PodMonitor", "pagewire"), "x", "podMetricsEndpoints", 0, "port"),
         "PodMonitor pagewire: head has no port x",
+    ),
+    ("ports", take(worker, "ports"), "PodMonitor pagewire-workers: prefill has no port worker-m"),
+    ("ports", put(worker, "metrics", "ports", 0, "name"), "the name metrics to a port of Ray"),
+    (
+        "ports",
+        configured("9401-9401", "9401-9402"),
+        "has metrics at [9401], the configuration at [",
+    ),
+    ("ports", configured("worker_metrics_ports: ", "# "), "at [9401], the configuration at []"),
+    (
+        "ports",
+        put(group, {"pagewire-prefill": "2"}, "resources"),
+        "prefill: has fewer ports for metrics than workers",
     ),
     (
         "ports",
@@ -388,6 +405,18 @@ FAULTS = [
         "tls",
         take(lambda o: spec(o, "PodMonitor", "pagewire"), "podMetricsEndpoints", 0, "scheme"),
         "PodMonitor pagewire: must ask as clients do",
+    ),
+    ("tls", put(of_workers, "pagewire-http", "tlsConfig", "serverName"), "workers are pagewire"),
+    ("tls", take(of_workers, "tlsConfig", "keySecret"), "shows no certificate that is issued"),
+    (
+        "tls",
+        put(
+            lambda o: spec(o, "Certificate", "pagewire-prometheus"),
+            "pagewire-front",
+            "issuerRef",
+            "name",
+        ),
+        "PodMonitor pagewire-workers: shows a certificate that workers do not trust",
     ),
     (
         "disruptions",
