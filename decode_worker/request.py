@@ -181,9 +181,17 @@ class PrefillGroup:
         """Forget choices that ended, but keep one; not while first tokens are being drawn."""
         self.choices = [each for each in self.choices if not each.is_ended] or self.choices[:1]
 
-    def next_candidate(self, distrusted: Container[WorkerIdentity]) -> WorkerIdentity | None:
-        """Return the prefill worker to ask next, distrusted ones last; None: all were asked."""
-        left = [each for each in self.request.candidates if each not in self.failed]
+    def next_candidate(
+        self, met: Sequence[WorkerIdentity], distrusted: Container[WorkerIdentity]
+    ) -> WorkerIdentity | None:
+        """Return the prefill worker to ask next; None: all were asked.
+
+        Args:
+            met: Those that a router has named to this worker. They are asked after the request's
+                own candidates, which may all have left while it waited.
+            distrusted: Asked last.
+        """
+        left = [each for each in (*self.request.candidates, *met) if each not in self.failed]
         trusted = [each for each in left if each not in distrusted]
         return next(iter(trusted or left), None)
 

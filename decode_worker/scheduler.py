@@ -96,6 +96,7 @@ class Scheduler:
         # Whether something changed that may let a waiting group in. Without it every step would
         # match a long queue of long prompts again.
         self._is_admission_due = False
+        self._met: tuple[WorkerIdentity, ...] = ()  # prefill workers, as a router last named them
         # Asked last, so that many groups waiting for one prefix learn together that it is gone.
         self._distrusted: set[WorkerIdentity] = set()
         self._turns: SuspectTurns[Request] = SuspectTurns()
@@ -325,6 +326,10 @@ class Scheduler:
         self._is_admission_due = True
         return self._cache.abort(pages, quarantine=may_be_written)
 
+    def meet(self, prefill_workers: Sequence[WorkerIdentity]) -> None:
+        """Take the prefill workers that a router can use now, instead of those named before."""
+        self._met = tuple(prefill_workers)
+
     def trust(self, prefill_worker: WorkerIdentity) -> None:
         """Forget that the last attempt at a prefill worker failed."""
         self._distrusted.discard(prefill_worker)
@@ -521,7 +526,7 @@ class Scheduler:
             if match.last_pending_page is not None:
                 self._parked.park(self._waiting.pop(0), match.last_pending_page)
                 continue
-            candidate = group.next_candidate(self._distrusted)
+            candidate = group.next_candidate(self._met, self._distrusted)
             is_local = prefills_locally(
                 num_uncached_tokens=len(group.tokens) - match.num_ready_pages * self._page_size,
                 has_candidate=candidate is not None,

@@ -236,6 +236,7 @@ class DecodeWorker:
 
     def meet(self, prefill_workers: Sequence[WorkerIdentity]) -> None:
         """Connect to prefill workers that requests may need."""
+        self.scheduler.meet(prefill_workers)
         if not self._context.is_draining:
             self._receivers.connect(prefill_workers)
 

@@ -1,8 +1,9 @@
-"""Introduces prefill workers to decode workers, so that no request has to wait for a connection.
+"""Introduces prefill workers to decode workers, before a request needs them.
 
 A connection takes two workers some round trips, with NCCL up to seconds. It is made as soon as the
-router knows both, before the first request needs it. A failure here costs nothing: the first
-request connects then.
+router knows both. A decode worker also asks those whom it was last told when all candidates of a
+request have failed: they may have left while it waited. So it hears of each change, also while it
+drains. A failure here costs nothing: the first request connects then.
 """
 
 import asyncio
@@ -33,9 +34,9 @@ class Introductions:
         """Introduce until cancelled."""
         while True:
             prefills = frozenset(worker.member for worker in self._registry.ready("prefill"))
-            decodes = self._registry.ready("decode")
+            decodes = self._registry.serving("decode")
             self._told = {each: told for each, told in self._told.items() if each in decodes}
-            due = [each for each in decodes if prefills and self._told.get(each) != prefills]
+            due = [each for each in decodes if self._told.get(each, frozenset()) != prefills]
             await asyncio.gather(*(self._introduce(each, prefills) for each in due))
             now = asyncio.get_running_loop().time()
             await self._registry.wait_changed(now + REFRESH_S)

@@ -195,6 +195,14 @@ class WorkerRegistry:
         """Return the workers of a pool that take requests."""
         return [w for w in self._workers.values() if w.member.pool == pool and w.state == "READY"]
 
+    def serving(self, pool: PoolName) -> list[Worker]:
+        """Return the workers of a pool that have requests or take some: also those that drain."""
+        return [
+            w
+            for w in self._workers.values()
+            if w.member.pool == pool and w.state in ("READY", "DRAINING")
+        ]
+
     def get(self, worker_id: str) -> Worker:
         return self._workers[worker_id]
 

@@ -224,7 +224,8 @@ class DecodeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Meet(self, request, context):
-        """Names prefill workers that requests may need, so that the decode worker connects to them in advance. Returns at once.
+        """Names the prefill workers that requests may need, instead of those named before. The decode worker connects to them
+        in advance, and asks them when all candidates of a request have failed. Returns at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -572,6 +572,20 @@ def test_connections_to_prefill_workers_are_there_before_the_first_request() -> 
     run(scenario, WorkerCluster(num_prefill=2))
 
 
+def test_a_request_without_candidates_asks_whom_a_router_named_last() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        computed = []
+        for named in ([], cluster.candidates(), []):
+            await meet(cluster, *named)
+            stream = await router.submit(prompt_of(30, seed=len(computed)), candidates=[])
+            await router.finish(stream)
+            computed.append(stream.stats.decode_computed_tokens)
+
+        assert computed == [30, 0, 30]
+
+    run(scenario)
+
+
 def test_who_is_named_with_another_start_breaks_nothing_off() -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         stream = await router.submit(prompt_of(60))

@@ -1,5 +1,6 @@
 """The decode scheduler: decisions as tables, and everything else by a state machine."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,13 +96,28 @@ def test_choices_with_equal_tokens_share_one_prefill() -> None:
 def test_candidates_are_asked_in_order_but_suspects_last_and_none_twice() -> None:
     group = group_by_tokens(request_with({0: ()}).choices)[0]
     first, second = CANDIDATES
-    assert group.next_candidate(()) == first
-    assert group.next_candidate({first}) == second
-    assert group.next_candidate({first, second}) == first
+    assert group.next_candidate((), ()) == first
+    assert group.next_candidate((), {first}) == second
+    assert group.next_candidate((), {first, second}) == first
     group.failed = (first,)
-    assert group.next_candidate({second}) == second
+    assert group.next_candidate((), {second}) == second
     group.failed = (second, first)
-    assert group.next_candidate(()) is None
+    assert group.next_candidate((), ()) is None
+
+
+def test_prefill_workers_that_a_router_has_named_are_asked_after_the_candidates() -> None:
+    group = group_by_tokens(request_with({0: ()}).choices)[0]
+    first, second = CANDIDATES
+    met = replace(first, worker_id="met")
+    assert group.next_candidate((met, first), ()) == first
+    assert group.next_candidate((met, first), {first}) == second
+    assert group.next_candidate((met, first), {first, second}) == met
+    group.failed = (first, second)
+    assert group.next_candidate((met, first), {met}) == met
+    group.failed = (first, second, met)
+    assert group.next_candidate((met, first), ()) is None
+    group.failed = (replace(met, incarnation=2), first, second)
+    assert group.next_candidate((met, first), ()) == met, "another start of it"
 
 
 # Planted bugs: each must be found by the state machine.

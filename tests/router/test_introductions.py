@@ -27,6 +27,12 @@ def test_each_decode_worker_hears_of_all_prefill_workers_that_are_ready() -> Non
             )
             assert not any(each.submits for each in decodes)
 
+            registry = tested.router.registry
+            for worker in registry.ready("prefill"):
+                registry.report_broken(worker, "it is gone")
+            await wait_until(lambda: all(each.met[-1] == [] for each in (*decodes, late)))
+            await wait_until(lambda: all(each.met[-1] == both for each in (*decodes, late)))
+
     run_virtual(main())
 
 
@@ -56,5 +62,18 @@ def test_a_channel_that_was_closed_before_the_call_ends_no_introductions() -> No
             late = ScriptedWorker("decode-2")
             await tested.add(late)
             await wait_until(lambda: late.met == [["prefill-0:1"]], timeout_s=10.0)
+
+    run_virtual(main())
+
+
+def test_a_decode_worker_that_drains_still_hears_of_prefill_workers() -> None:
+    async def main() -> None:
+        leaving = ScriptedWorker("decode-0")
+        async with running_router(leaving, ScriptedWorker("decode-1")) as tested:
+            leaving.heartbeat["draining"] = True
+            await wait_until(lambda: tested.state("decode-0") == "DRAINING")
+            await tested.add(ScriptedWorker("prefill-0", pool="prefill"))
+
+            await wait_until(lambda: leaving.met == [["prefill-0:1"]])
 
     run_virtual(main())

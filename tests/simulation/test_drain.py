@@ -119,8 +119,7 @@ def test_workers_that_leave_and_come_back_under_load_fail_no_request(seed: int) 
 
         histories = await asyncio.gather(*clients)
         assert_right(*histories)
-        # One whose only candidates were drained in turn is prefilled where it is decoded.
-        assert_disaggregated([h for h in histories if not h.usage.stats.prefill_retries])
+        assert_disaggregated(histories)
         for each in drained:
             assert_empty(each)
 

@@ -90,15 +90,17 @@ def test_a_prefill_worker_that_the_cluster_did_not_start_is_refused_whoever_name
         for message in stranger.submits():
             await call.write(message)
 
-        stats = []
-        while len(stats) < len(PREFIXES):
+        last = []
+        while len(last) < len(PREFIXES):
             message = await call.read()
             assert not message.failures
-            stats += [each.stats for each in message.deltas if each.HasField("stats")]
+            last += [each.stats for each in message.deltas if each.finish_reason]
         call.cancel()
 
-        assert [each.prefill_retries for each in stats] == [1] * len(PREFIXES)
-        assert [each.pages_moved for each in stats] == [0] * len(PREFIXES)
+        assert [each.prefill_retries for each in last] == [1] * len(PREFIXES)
+        computed = cluster.workers["prefill-0"].engine.num_computed_tokens
+        assert computed == sum(map(len, PREFIXES)), "the genuine one was asked instead"
+        assert [each.decode_computed_tokens for each in last] == [0] * len(PREFIXES)
         assert_right(*(await generate_all(cluster)))
         await stranger.leave()
 
