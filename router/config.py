@@ -118,7 +118,12 @@ class RouterConfig:
         "How long a worker may make no engine step while it sends heartbeats and sequences run.",
         at_least=0,
     )
-    connect_timeout_s: float = option(5.0, "Time limit of the first call to a worker.", at_least=0)
+    connect_timeout_s: float = option(
+        5.0,
+        "Time limit of the first call to a worker, and for requests that wait for a prefill worker "
+        "to answer it.",
+        at_least=0,
+    )
     reconnect_delay_s: float = option(0.2, "Pause between attempts to reach a worker.", at_least=0)
     forget_dead_after_s: float = option(
         60.0, "How long a dead worker stays in the cluster status.", at_least=0

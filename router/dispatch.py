@@ -272,7 +272,10 @@ class Dispatcher:
         return [w for w in self._registry.ready("decode") if w.member.worker_id not in refused]
 
     async def _candidates(self, generation: Generation, refused: set[str]) -> list[Worker]:
-        """Return the decode workers to choose from, waiting for one if there is none."""
+        """Return the decode workers to choose from, waiting for one if there is none.
+
+        Also waits for a prefill worker that is due: without one the decode worker would prefill.
+        """
         loop = asyncio.get_running_loop()
         is_new = generation.num_tokens == 0
         wait_s = self._config.worker_wait_s if is_new else self._config.resume_wait_s
@@ -280,18 +283,24 @@ class Dispatcher:
             # The remaining workers have just refused: wait a moment for them, or for a new one.
             await self._registry.wait_changed(loop.time() + self._config.retry_delay_s)
         until = loop.time() + wait_s
-        while not (ready := self._registry.ready("decode")):
-            if not await self._registry.wait_changed(until):
-                raise NoWorker(
-                    f"no decode worker for {wait_s:g} s{self._registry.told_misfits('decode')}; "
-                    f"{_progress(generation)}"
-                )
-        return (refused and self._others(refused)) or ready
+        while True:
+            while not self._registry.ready("decode"):
+                if not await self._registry.wait_changed(until):
+                    raise NoWorker(
+                        f"no decode worker for {wait_s:g} s{self._registry.told_misfits('decode')};"
+                        f" {_progress(generation)}"
+                    )
+            prefill_until = loop.time() + self._config.connect_timeout_s
+            while self._registry.is_due("prefill"):
+                if not await self._registry.wait_changed(prefill_until):
+                    break
+            if ready := self._registry.ready("decode"):
+                return (refused and self._others(refused)) or ready
 
     def _place_at_once(self, generation: Generation) -> Placement | None:
         """Do what `_place` does for a first attempt; None: something must be waited for."""
         decode_workers = self._registry.ready("decode")
-        if not decode_workers:
+        if not decode_workers or self._registry.is_due("prefill"):
             return None
         if self._turns is None:
             return self._place_now(generation, decode_workers)

@@ -203,6 +203,15 @@ class WorkerRegistry:
             if w.member.pool == pool and w.state in ("READY", "DRAINING")
         ]
 
+    def is_due(self, pool: PoolName) -> bool:
+        """Return whether no worker of a pool takes requests, and one is being connected to."""
+        states = {
+            w.state
+            for w in self._workers.values()
+            if w.member.pool == pool and not w.member.is_draining
+        }
+        return "READY" not in states and "CONNECTING" in states
+
     def get(self, worker_id: str) -> Worker:
         return self._workers[worker_id]
 
