@@ -1,9 +1,13 @@
 """The settings from which a cluster's processes are started; its controller keeps them."""
 
+import sys
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from cluster.config import ClusterConfig
 from cluster.config_options import config_options, pool_options
@@ -47,22 +51,36 @@ def check_same(
     counts = _counts(running)
     names = dict.fromkeys([*running.pools, *asked.pools])
     options = ChainMap(*(dict(pool_options(name)) for name in names), dict(config_options()))
-    wrong = []
+    wrong, is_kept = [], False
     for path, option in options.items():
-        found, wanted = before.get(path, option.default), now.get(path, option.default)
-        if path in OF_THE_CALLER or found == wanted:
-            continue
-        remedy = "`pagewire down` ends it"
+        started, wanted = before.get(path, option.default), now.get(path, option.default)
         if path in counts:
             pool, flag = counts[path]
             found = num_running.get(pool, 0)
-            if wanted == found:
-                continue
             remedy = f"`pagewire scale {flag}{wanted}` changes that"
-        told = (repr(each) if each in (None, "") else each for each in (wanted, found))
-        wrong.append("{} is {}; the running cluster has {}; {}".format(path, *told, remedy))
+            if wanted not in (found, started):
+                wrong.append(f"{_differing(path, found, wanted)}; {remedy}")
+        elif path not in OF_THE_CALLER and started != wanted:
+            wrong.append(_differing(path, started, wanted))
+            is_kept = True
+    if is_kept:
+        wrong.append("a running cluster keeps these options; `pagewire down` ends it")
     if wrong:
         raise ConfigError("\n".join(wrong))
+
+
+def _differing(path: str, running: object, wanted: object) -> str:
+    return f"{path}: running {_written(running)}; wanted {_written(wanted)}"
+
+
+def _written(value: object) -> str:
+    """Return a value as a configuration file has it, in one line."""
+    if value is None:
+        return "unset"
+    plain = dict(value) if isinstance(value, Mapping) else value
+    plain = str(plain) if isinstance(plain, Path) else plain
+    text = yaml.safe_dump(plain, default_flow_style=True, width=sys.maxsize)
+    return text.removesuffix("...\n").strip()
 
 
 def _counts(config: ClusterConfig) -> dict[str, tuple[str, str]]:

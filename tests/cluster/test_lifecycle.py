@@ -113,8 +113,13 @@ def test_the_head_is_kept_from_others_by_a_token_that_only_its_user_reads(host):
 def test_another_configuration_is_refused_by_name(host):
     code, _, errors = host.run("up", "--config", str(host.config), "--page-size", "32")
 
-    found = "error: page_size is 32; the running cluster has 16; `pagewire down` ends it"
-    assert (code, errors.strip()) == (2, found)
+    assert (code, errors.splitlines()) == (
+        2,
+        [
+            "error: page_size: running 16; wanted 32",
+            "error: a running cluster keeps these options; `pagewire down` ends it",
+        ],
+    )
 
 
 def test_the_cluster_grows_and_shrinks_under_load_without_a_lost_token(host):

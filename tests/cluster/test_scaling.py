@@ -263,6 +263,9 @@ def test_workers_that_share_gpus_do_not_move():
         plan_move(TWO_AND_TWO, shared, "cuda", "decode-1", "prefill")
 
 
+DOWN_ENDS_IT = "a running cluster keeps these options; `pagewire down` ends it"
+
+
 def config(**options):
     return load_config(None, {"model": "/models/tiny", **options})
 
@@ -283,10 +286,42 @@ def test_each_option_that_differs_from_the_running_clusters_is_named_with_both_v
         check_same(config(), {"prefill": 1, "decode": 6}, asked)
 
     assert str(refusal.value).splitlines() == [
-        "decode is 2; the running cluster has 6; `pagewire scale --decode 2` changes that",
-        "page_size is 32; the running cluster has 64; `pagewire down` ends it",
-        "router.dead_after_s is 20.0; the running cluster has 15.0; `pagewire down` ends it",
+        "decode: running 6; wanted 2; `pagewire scale --decode 2` changes that",
+        "page_size: running 64; wanted 32",
+        "router.dead_after_s: running 15.0; wanted 20.0",
+        DOWN_ENDS_IT,
     ]
+
+
+def test_values_that_differ_are_told_as_a_file_has_them():
+    paths = {f"10.0.0.{index}": f"/models/{'x' * 40}" for index in range(3)}
+    asked = load_config(
+        None,
+        {
+            "model": "/models/other",
+            "model_paths": paths,
+            "served_model_name": "a: b",
+            "deterministic": False,
+            "tracing.endpoint": "",
+            "ray_address": "auto",
+        },
+    )
+
+    with pytest.raises(ConfigError) as refusal:
+        check_same(config(**{"tracing.endpoint": "http://one"}), {"prefill": 1, "decode": 1}, asked)
+
+    *told, last = str(refusal.value).splitlines()
+    written = {name: each for name, _, each in (line.partition(": running ") for line in told)}
+    assert written == {
+        "model": "/models/tiny; wanted /models/other",
+        "model_paths": "unset; wanted {" + ", ".join(f"{k}: {v}" for k, v in paths.items()) + "}",
+        "served_model_name": "''; wanted 'a: b'",
+        "deterministic": "true; wanted false",
+        "tracing.endpoint": "http://one; wanted ''",
+    }
+    assert last == DOWN_ENDS_IT
+
+
 
 
 def test_pools_that_differ_from_the_running_clusters_are_named_too():
@@ -310,11 +345,11 @@ def test_pools_that_differ_from_the_running_clusters_are_named_too():
         )
 
     assert sorted(str(refusal.value).splitlines()) == [
-        "pools.early.role is prefill; the running cluster has ''; `pagewire down` ends it",
-        "pools.early.workers is 1; the running cluster has None; `pagewire down` ends it",
-        "pools.small.num_pages is None; the running cluster has 8; `pagewire down` ends it",
-        "pools.small.workers is 3; the running cluster has 2; `pagewire scale --pool small=3` "
-        "changes that",
+        DOWN_ENDS_IT,
+        "pools.early.role: running ''; wanted prefill",
+        "pools.early.workers: running unset; wanted 1",
+        "pools.small.num_pages: running 8; wanted unset",
+        "pools.small.workers: running 2; wanted 3; `pagewire scale --pool small=3` changes that",
     ]
 
 
