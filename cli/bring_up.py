@@ -74,8 +74,10 @@ def bring_up(
             facts: ClusterFacts = ask_starting(controller.facts.remote(), watch.say, watch.check)
             if facts.is_stopping:
                 raise Stopping
-            check_same(facts.config, facts.workers.counts, config)
+            scaled = check_same(facts.config, facts.workers.counts, config)
             watch.say(f"a cluster with this configuration is already running: {_told(facts)}")
+            for each in scaled:
+                watch.say(each)
             return find_cluster(facts, deadline, watch)
         device = check_start(config, watch.say)
         if config.ray_address:

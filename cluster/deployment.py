@@ -36,13 +36,18 @@ class Deployment:
 
 def check_same(
     running: ClusterConfig, num_running: Mapping[str, int], asked: ClusterConfig
-) -> None:
+) -> list[str]:
     """Refuse a configuration that differs from the running cluster's.
+
+    Numbers of workers may be those of its start, or those that it has now.
 
     Args:
         running: The one that it was started with.
         num_running: Workers that it has now, by pool.
         asked: The requested one.
+
+    Returns:
+        A line for each requested number of workers that it had at its start, and now has not.
 
     Raises:
         ConfigError: Has a line for each option that differs, with both values.
@@ -51,14 +56,17 @@ def check_same(
     counts = _counts(running)
     names = dict.fromkeys([*running.pools, *asked.pools])
     options = ChainMap(*(dict(pool_options(name)) for name in names), dict(config_options()))
-    wrong, is_kept = [], False
+    scaled, wrong, is_kept = [], [], False
     for path, option in options.items():
         started, wanted = before.get(path, option.default), now.get(path, option.default)
         if path in counts:
             pool, flag = counts[path]
             found = num_running.get(pool, 0)
             remedy = f"`pagewire scale {flag}{wanted}` changes that"
-            if wanted not in (found, started):
+            if wanted != found and wanted == started:
+                was_scaled = "the cluster was scaled since its start"
+                scaled.append(f"{_differing(path, found, wanted)}; {was_scaled}; {remedy}")
+            elif wanted != found:
                 wrong.append(f"{_differing(path, found, wanted)}; {remedy}")
         elif path not in OF_THE_CALLER and started != wanted:
             wrong.append(_differing(path, started, wanted))
@@ -67,6 +75,7 @@ def check_same(
         wrong.append("a running cluster keeps these options; `pagewire down` ends it")
     if wrong:
         raise ConfigError("\n".join(wrong))
+    return scaled
 
 
 def _differing(path: str, running: object, wanted: object) -> str:

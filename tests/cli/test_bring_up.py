@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -71,6 +72,22 @@ def test_a_signal_to_a_second_up_ends_that_and_not_the_cluster(running, monkeypa
     assert interruption.value.exit_code == 130
     assert said == [
         "a cluster with this configuration is already running: prefill-0, decode-0 on cpu"
+    ]
+
+
+def test_a_second_up_tells_that_the_cluster_was_scaled(running, monkeypatch):
+    running["workers"] = replace(WORKERS, staying=WORKERS.staying | {"decode-1"})
+    monkeypatch.setattr(module, "find_cluster", lambda facts, deadline, watch: "the cluster")
+    said = []
+
+    with StopSignals() as signals:
+        assert bring_up(CONFIG, signals, said.append) == "the cluster"
+
+    assert said == [
+        "a cluster with this configuration is already running: prefill-0, decode-0, decode-1 on "
+        "cpu",
+        "decode: running 2; wanted 1; the cluster was scaled since its start; "
+        "`pagewire scale --decode 1` changes that",
     ]
 
 

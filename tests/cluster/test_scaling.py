@@ -276,7 +276,14 @@ def config(**options):
     ids=["as it was started", "as it was scaled", "asked from elsewhere"],
 )
 def test_the_configuration_of_the_running_cluster_is_known_again(asked):
-    check_same(config(), {"prefill": 1, "decode": 6}, asked)
+    scaled = check_same(config(), {"prefill": 1, "decode": 6}, asked)
+
+    told = (
+        "decode: running 6; wanted 1; the cluster was scaled since its start; "
+        "`pagewire scale --decode 1` changes that"
+    )
+    assert scaled == ([] if asked.decode == 6 else [told])
+    assert check_same(config(), {"prefill": 1, "decode": 1}, config()) == []
 
 
 def test_each_option_that_differs_from_the_running_clusters_is_named_with_both_values():
@@ -329,8 +336,12 @@ def test_pools_that_differ_from_the_running_clusters_are_named_too():
     counts = {"prefill": 1, "decode": 1, "decode-small": 2}
     same = {"pools.small.role": "decode", "pools.small.num_pages": 8}
 
-    check_same(running, counts, config(**same))
-    check_same(running, counts, config(**same, **{"pools.small.workers": 2}))
+    scaled = check_same(running, counts, config(**same))
+    assert scaled == [
+        "pools.small.workers: running 2; wanted 1; the cluster was scaled since its start; "
+        "`pagewire scale --pool small=1` changes that"
+    ]
+    assert check_same(running, counts, config(**same, **{"pools.small.workers": 2})) == []
     with pytest.raises(ConfigError) as refusal:
         check_same(
             running,
