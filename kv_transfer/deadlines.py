@@ -71,8 +71,11 @@ class TransferDeadlines:
         1800.0,
         "A decode worker closes its connection to a prefill worker that none of its requests has "
         "used for this long, and the prefill worker its side after twice as long: the peer may "
-        "have left for good. A later request connects again.",
-        above=0,
+        "have left for good. A later request connects again. More than grant_s, or a request "
+        "could name a connection that is gone.",
+        # A request may name a connection until idle_s after its last use, and be accepted grant_s
+        # later. By then the prefill worker, after twice idle_s, must not have closed it.
+        exceeds="grant_s",
     )
 
     def __post_init__(self) -> None:

@@ -229,6 +229,13 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
             ],
         ),
         (
+            "transfer: {idle_s: 0.001}",
+            [
+                "cluster.yaml, line 1: transfer.idle_s: found 0.001; allowed: more than "
+                "transfer.grant_s, which is 10.0"
+            ],
+        ),
+        (
             "port: 9\nhttp_port: 9",
             ["http_port: found 9; allowed: a port other than port, which is the ro"],
         ),

@@ -329,8 +329,6 @@ def test_values_that_differ_are_told_as_a_file_has_them():
     assert last == DOWN_ENDS_IT
 
 
-
-
 def test_pools_that_differ_from_the_running_clusters_are_named_too():
     running = config(**{"pools.small.role": "decode", "pools.small.num_pages": 8})
     counts = {"prefill": 1, "decode": 1, "decode-small": 2}

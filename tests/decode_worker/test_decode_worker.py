@@ -746,6 +746,23 @@ def test_what_is_kept_for_prefill_workers_that_left_stays_bounded() -> None:
     run(scenario, cluster)
 
 
+def test_no_request_meets_a_closed_connection_even_with_the_least_time_and_a_slow_network() -> None:
+    deadlines = replace(DEADLINES, idle_s=DEADLINES.grant_s + 0.01)
+    cluster = WorkerCluster(grpc_network=MemoryNetwork(latency_s=0.2))
+    cluster.prefill_config = replace(cluster.prefill_config, transfer_deadlines=deadlines)
+    cluster.decode_config = decode_config(transfer_deadlines=deadlines)
+
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        for number in range(8):
+            stream = await router.submit(prompt_of(30, seed=number), max_tokens=1)
+            await router.finish(stream)
+            await asyncio.sleep(0.2 * number)
+
+            assert stream.stats.prefill_retries == 0
+
+    run(scenario, cluster)
+
+
 def test_when_no_candidate_is_left_the_prompt_is_prefilled_locally() -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         cluster.kill(cluster.prefills[0])
