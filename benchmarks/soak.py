@@ -183,7 +183,10 @@ def sum_up(rounds: Mapping[str, Row]) -> list[Row]:
         for name in LASTING:
             found[f"{name}_growth_mib"] = _growth([each["memory_mib"][name] for each in settled])
         for worker in rows[0]["gpu_memory_mib"]:
-            values = [each["gpu_memory_mib"][worker] for each in settled]
+            # One that was just killed has not filled its memory yet.
+            values = [
+                each["gpu_memory_mib"][worker] for each in settled if each["victim"] != worker
+            ]
             found[f"gpu_of_{worker}_growth_mib"] = _growth(values)
     return [found]
 

@@ -1,5 +1,7 @@
 """From a checkpoint to a ready engine: check, load weights, plan memory, warm up."""
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -28,6 +30,9 @@ from llm_engine.operations import Operations, TorchOperations
 from llm_engine.rotary import rotary_table
 from llm_engine.transformer import Decoder
 from llm_engine.weights import DecoderWeights, load_weights
+from observability.logs import fields
+
+logger = logging.getLogger(__name__)
 
 AttentionName = Literal["auto", "torch", "triton"]
 AttentionFactory = Callable[..., AttentionBackend]
@@ -95,6 +100,7 @@ def load_engine(
     num_parameters = sum(prod(entry.shape) for entry in tensors.values())
     _check_memory("the weights", num_parameters * DTYPE_BYTES[dtype_name], device)
     num_bytes = sum(entry.end - entry.begin for entry in tensors.values())
+    began_at = time.monotonic()
     weights = load_weights(
         config,
         tensors,
@@ -102,6 +108,7 @@ def load_engine(
         dtype=getattr(torch, dtype_name),
         on_loaded=LoadProgress(num_bytes, report_loaded).advance,
     )
+    loaded_at = time.monotonic()
     num_pages = _plan_num_pages(num_pages, memory or MemoryPlan(), layout, device)
     storage = TorchPageStorage(
         layout,
@@ -121,6 +128,14 @@ def load_engine(
         runner = HostRunner(storage, decoder)
     engine = Engine(config, storage, decoder, runner)
     engine.warm_up()
+    logger.info(
+        "engine_ready",
+        extra=fields(
+            weights_mib=num_bytes >> 20,
+            weights_s=round(loaded_at - began_at, 2),
+            warm_up_s=round(time.monotonic() - loaded_at, 2),
+        ),
+    )
     return engine
 
 

@@ -27,7 +27,7 @@ from observability.cluster_metrics import WorkerCollector
 from observability.logs import fields
 from observability.metrics_server import MetricsServer, ask_loop
 from observability.process_metrics import process_registry
-from observability.serving_process import settle_process
+from observability.serving_process import process_age_s, settle_process
 from observability.tracing import TracingConfig, configure_tracing, stop_tracing
 from options.kept_by_name import kept_by_name
 from options.ports import ANY_PORT, FreePorts
@@ -164,6 +164,7 @@ class WorkerProcess:
                 address=identity.address,
                 num_pages=executor.engine.storage.num_pages,
                 page_bytes=executor.engine.storage.page_bytes,
+                process_s=round(process_age_s(), 2),
             ),
         )
 

@@ -49,7 +49,7 @@ def test_state_machine(max_examples: int) -> None:
     )
     seen = SchedulerMachine.seen
     # A run in which nothing happens would prove nothing.
-    assert min(seen.values()) > 5, seen
+    assert min(seen.values()) >= 5, seen
     assert seen.keys() >= {"preemptions", "copies", "failed transfers", "shared steps"}
     assert seen.keys() >= {"steps ahead", "superfluous rows", "failed launches", "steps dropped"}
 

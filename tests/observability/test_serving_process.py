@@ -1,11 +1,18 @@
 import gc
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
-from observability.serving_process import SWITCH_S, YOUNG_OBJECTS, settle_process
+from observability.serving_process import (
+    SWITCH_S,
+    YOUNG_OBJECTS,
+    process_age_s,
+    settle_process,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +46,8 @@ def test_threads_take_turns_more_often() -> None:
     settle_process()
 
     assert sys.getswitchinterval() == SWITCH_S < 0.005
+
+
+def test_the_age_of_a_process_is_that_which_the_system_knows() -> None:
+    since_creation_s = time.time() - psutil.Process().create_time()
+    assert process_age_s() == pytest.approx(since_creation_s, abs=0.5)
