@@ -11,7 +11,7 @@ to it for the launcher, because they answer no calls yet.
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,7 @@ from router.membership import PoolName, WorkerMember
 log = logging.getLogger(__name__)
 
 PUSH_TIMEOUT_S = 5.0
+REPLACE_PERIOD_S = 5.0
 CODE_TIMEOUT_S = 60.0  # for a process to start on each host
 
 
@@ -110,6 +111,7 @@ class ControllerActor:
             # Ray gives up an actor whose constructor raises, but restarts a dead process.
             log.exception("controller_start_failed")
             os._exit(1)
+        self._replacing = asyncio.create_task(self._replace_for_ever())
 
     # Calls of the launcher and the command line. There is no await between a decision and its
     # effects, so that two callers cannot both remove the last worker.
@@ -279,6 +281,12 @@ class ControllerActor:
                     ray.kill(actor, no_restart=False)
         return names
 
+    async def forget(self, names: Collection[str]) -> None:
+        """Forget workers that a command has ended, or they would be replaced."""
+        for worker_id in names:
+            self._forget(worker_id)
+        self._publish()
+
     async def close(self) -> None:
         """Accept no further change: the cluster stops."""
         self._is_closed = True
@@ -393,6 +401,30 @@ class ControllerActor:
         self._loaded.pop(worker_id, None)
         self._membership.place(worker_id, where)
         return place_worker(self._deployment, worker_id, where)
+
+    async def _replace_for_ever(self) -> None:
+        while not self._is_closed:
+            await asyncio.sleep(REPLACE_PERIOD_S)
+            try:
+                # Ray answers late while its head is away.
+                existing = frozenset(await asyncio.to_thread(ray.util.list_named_actors))
+                self._replace_missing(existing)
+            except Exception:
+                log.exception("replacing_failed")
+
+    def _replace_missing(self, existing: frozenset[str]) -> None:
+        """Place the workers again that have served, are to stay, and are no actors any more.
+
+        Ray gives an actor up if its process cannot load the code, perhaps for a moment only; and
+        any user of Ray can end one.
+        """
+        if self._is_closed:
+            return
+        members = {each.worker_id for each in self._membership.members}
+        missing = members - existing - self._membership.leaving - self._heard_of()
+        for name, where in self._places_for(sorted(missing)).items():
+            log.warning("worker_replaced", extra=fields(worker_id=name))
+            self._place(name, where)
 
     async def _dismiss(self, names: tuple[str, ...], grace_s: float) -> None:
         """Have workers leave: first the routers stop sending them requests."""

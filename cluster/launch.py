@@ -115,7 +115,9 @@ class RunningCluster:
 
     def pid(self, name: str) -> int:
         """Return the process id of an actor on its host."""
-        call = self.actors[name].pid.options(concurrency_group=CONTROL_GROUP).remote()
+        # By name: the controller replaces actors that Ray has given up.
+        actor: Any = ray.get_actor(name)
+        call = actor.pid.options(concurrency_group=CONTROL_GROUP).remote()
         return int(ray.get(call, timeout=PLACE_TIMEOUT_S))
 
     def stop(self, grace_s: float) -> None:

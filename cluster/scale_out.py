@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -18,6 +19,7 @@ from cluster.scaling import ScalePlan, find_pool, told_workers
 
 LEAVE_MARGIN_S = 45.0  # beyond the grace: to close connections, and a start that drains at its end
 LOOK_PERIOD_S = 0.1
+FORGET_TIMEOUT_S = 5.0
 SHOWN = "`pagewire status` shows it"
 CONTINUES = f"what has begun continues; {SHOWN}"
 
@@ -53,8 +55,7 @@ def scale_cluster(
                 try:
                     _wait_served(actors, facts.config, say)
                 except BaseException:
-                    for actor in actors.values():
-                        ray.kill(actor, no_restart=True)
+                    _end(controller, actors)
                     raise
         _wait_gone(_listed(plan.drains), grace_s)
     _say_workers(controller, say)
@@ -121,11 +122,19 @@ def move_worker(
         try:
             _wait_served({name: actor}, facts.config, say)
         except ClusterError as error:
-            ray.kill(actor, no_restart=True)
+            _end(controller, {name: actor})
             raise StartError(
                 f"{worker_id} has left, but {name} has not taken its place: {error}"
             ) from error
     _say_workers(controller, say)
+
+
+def _end(controller: Any, actors: Mapping[str, Any]) -> None:
+    """End new workers for good, even while the controller is away."""
+    for actor in actors.values():
+        ray.kill(actor, no_restart=True)
+    with suppress(ray.exceptions.RayError):
+        ray.get(controller.forget.remote(tuple(actors)), timeout=FORGET_TIMEOUT_S)
 
 
 def _facts_and_grace(controller: Any, grace_s: float | None) -> tuple[ClusterFacts, float]:

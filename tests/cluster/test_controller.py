@@ -292,6 +292,38 @@ def test_a_controller_that_has_just_come_back_kills_no_worker_of_a_host_that_goe
     asyncio.run(main())
 
 
+def test_a_worker_that_ray_has_given_up_is_placed_again(world, monkeypatch):
+    """Not one that was dismissed or forgotten, loads for the first time, or may still live."""
+    monkeypatch.setattr(module, "REPLACE_PERIOD_S", 0.001)
+
+    async def main():
+        await world.start()
+        await world.controller.drain("decode-1", 7.0)
+        await world.controller.forget(["prefill-1"])
+        world.told.clear()
+        world.names = ["router-0"]
+        await asyncio.sleep(0.05)
+        assert world.told == []  # all were heard of just now
+        world.now += 2 * HEARD_S
+        await world.announce("prefill-0")
+        while ("place", "decode-0") not in world.told:
+            await asyncio.sleep(0.001)
+        assert set(world.placed) == {"decode-0"}
+        world.names.append("decode-0")
+        world.now += 2 * HEARD_S
+        while ("place", "prefill-0") not in world.told:
+            await asyncio.sleep(0.001)
+        world.names.append("prefill-0")
+        await world.controller.close()
+        await asyncio.sleep(0.05)
+        assert [each for each in world.told if each[0] == "place"] == [
+            ("place", "decode-0"),
+            ("place", "prefill-0"),
+        ]
+
+    asyncio.run(main())
+
+
 def test_two_callers_cannot_both_let_the_last_worker_of_a_pool_go(world):
     async def main():
         await world.start()

@@ -353,6 +353,27 @@ def test_a_killed_decode_worker_costs_no_token(cluster, oracle):
         assert sum(each.usage.resumptions for each in resumed) > 0
 
 
+def test_a_worker_that_ray_has_given_up_comes_back(cluster):
+    import ray
+
+    async def until_whole(client):
+        async with asyncio.timeout(60):
+            while not all_ready(status := await client.status(), cluster):
+                await asyncio.sleep(0.2)
+        return incarnations(status)
+
+    async def end_and_wait(client):
+        before = await until_whole(client)
+        ray.kill(ray.get_actor("decode-1"), no_restart=True)
+        async with asyncio.timeout(60):
+            while (after := await until_whole(client)) == before:
+                await asyncio.sleep(0.2)
+        return before, after
+
+    before, after = run(cluster, end_and_wait)
+    assert [name for name in before if before[name] != after[name]] == ["decode-1"]
+
+
 def test_constrained_answers_keep_their_form_and_their_words_across_a_kill(cluster):
     forms = long_forms(60 if cluster.device == "cpu" else 400)
     # Turned by one, so that both workers get each form.

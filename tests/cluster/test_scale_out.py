@@ -20,12 +20,15 @@ class Cluster:
 
     def __init__(self, monkeypatch, *, interrupted_at, starts=(), drains=()):
         self.killed = []
+        self.forgotten = []
         self.interrupted_at = interrupted_at
         plan = ScalePlan(starts=starts, drains=drains)
         self.facts = self._answering("facts", FACTS)
         self.scale = self._answering("scale", ({name: name for name in starts}, plan))
         self.drain = self._answering("drain", None)
         self.move = self._answering("move", (starts[0], starts[0]) if starts else None)
+        self.forget = SimpleNamespace(remote=self.forgotten.extend)
+        monkeypatch.setattr(ray, "get", lambda call, timeout: call)
         monkeypatch.setattr(module, "ask", lambda call: call)
         monkeypatch.setattr(module, "router_address", lambda: "h:1")
         monkeypatch.setattr(module, "wait_ready", lambda *_: self._reach("wait_ready"))
@@ -72,7 +75,7 @@ def test_an_interrupted_scale_says_what_goes_on_by_itself(
 
     assert str(interruption.value) == f"stopped by SIGINT before it was done; {goes_on}"
     assert interruption.value.exit_code == 130
-    assert cluster.killed == killed
+    assert cluster.killed == cluster.forgotten == killed
 
 
 def test_an_interrupted_drain_says_that_the_worker_leaves_nevertheless(monkeypatch):
@@ -153,4 +156,4 @@ def test_a_successor_that_does_not_start_is_ended_and_told(monkeypatch):
     told = "prefill-2 has not taken its place: prefill-2 did not start: no memory"
     assert str(failure.value) == f"decode-1 has left, but {told}"
     assert said == [LEAVES, "starting prefill-2 in its place"]
-    assert cluster.killed == ["prefill-2"]
+    assert cluster.killed == cluster.forgotten == ["prefill-2"]
