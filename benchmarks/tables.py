@@ -122,10 +122,10 @@ def pools() -> str:
 
 
 def transfers() -> str:
-    """First tokens with and without a transfer, and what a transfer alone takes."""
+    """First tokens of new prompts with and without a transfer, and of cached ones."""
     rows = _disaggregation_rows()
-    lengths = [case.partition("@")[2] for case in rows if case.startswith("transfer/scattered@")]
-    kinds = ("new", "aggregated", "again")
+    lengths = [case.partition("@")[2] for case in rows if case.startswith("transfer/ttft_share@")]
+    kinds = ("new", "aggregated")
     return table(
         (
             "tokens of the prompt",
@@ -133,15 +133,13 @@ def transfers() -> str:
             "new, 0 + 1, ms",
             "difference, share",
             "cached, all pages move, ms",
-            "GB/s",
         ),
         (
             (
                 f"{int(length):,}",
-                *(_ms(rows[f"transfer/{kind}@{length}"]["ms"]) for kind in kinds[:2]),
+                *(_ms(rows[f"transfer/{kind}@{length}"]["ms"]) for kind in kinds),
                 f"{100 * rows[f'transfer/ttft_share@{length}']['share']:.1f} %",
                 _ms(rows[f"transfer/again@{length}"]["ms"]),
-                f"{rows[f'transfer/scattered@{length}']['gb_per_s']:.0f}",
             )
             for length in lengths
         ),
