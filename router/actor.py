@@ -21,7 +21,7 @@ FIND_TIMEOUT_S = 5.0
 @kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterStart:
-    """With what a router starts, each time; Ray keeps it."""
+    """What each start of a router gets; Ray stores it."""
 
     settings: RouterSettings
     # The actor that knows the workers. A name, because Ray cannot restart an actor whose arguments
@@ -56,7 +56,7 @@ class RouterActor:
         return self._process.cluster_token
 
     async def misfits(self) -> dict[str, str]:
-        """Return the workers that can get no requests beside the others, and the reasons."""
+        """Return the misfits among the workers, which get no requests: name |-> reason."""
         return self._process.router.registry.misfits()
 
     async def ready_workers(self) -> dict[str, int]:

@@ -191,7 +191,7 @@ class Admission:
         )
 
     def deadline_of(self, asking: Asking) -> float:
-        """Return the loop time by which a call ends, admitted or not."""
+        """Return the loop's time by which a call must have ended, admitted or not."""
         timeout_s = self._config.request_timeout_s
         if asking.time_remaining_s is not None:
             timeout_s = min(timeout_s, asking.time_remaining_s)

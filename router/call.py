@@ -92,7 +92,7 @@ class Reception:
         return task
 
     def abandon(self) -> None:
-        """End all calls that are not over yet."""
+        """End all calls that still run."""
         for call in list(self._admitting.values()):
             call.fail(RouterStops("the router stopped"))
         self.dispatcher.abandon()
@@ -139,7 +139,7 @@ class Call:
             self.fail(error)
 
     async def admit(self, asking: Asking, pace: Pace) -> None:
-        """Go on after `begin`, where something has to be waited for."""
+        """Go on after `begin` where there is something to wait for."""
         admission = self._reception.admission
         try:
             async with asyncio.timeout_at(admission.deadline_of(asking)):
@@ -294,10 +294,10 @@ class Call:
 
 
 def read_tokenize_prompt(request: Any) -> Prompt:
-    """Read the input of a TokenizeRequest, with what it says of special tokens and the chat's end.
+    """Read a TokenizeRequest: its input, and what it asks of special tokens and the chat's end.
 
     Raises:
-        InvalidRequest: As of `read_prompt`, or fields contradict each other.
+        InvalidRequest: As `read_prompt` does, or because fields contradict each other.
     """
     prompt = read_prompt(request, "input")
     continues = request.continue_final_message

@@ -87,7 +87,7 @@ class ChatTemplate:
                 arguments are text. The template sees their object, or the text if it is not JSON.
             tools_json: Functions that the model may call, in the format of OpenAI's API: a JSON
                 array of objects; empty: none.
-            add_generation_prompt: Whether the assistant's answer begins at the end.
+            add_generation_prompt: Whether the beginning of the assistant's answer is appended.
 
         Raises:
             WrongTools: tools_json is not such an array.

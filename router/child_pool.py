@@ -168,7 +168,7 @@ class ChildPool:
 
     async def _end(self, child: "_Child") -> None:
         await child.end()
-        self._children.discard(child)  # only now: if this is cancelled, `close` waits for its end
+        self._children.discard(child)  # not earlier: if this is cancelled, `close` waits for it
 
     def _hold(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.get_running_loop().create_task(work)

@@ -33,7 +33,7 @@ class RouterConfig:
     """Limits, deadlines and policy weights. Times are seconds, lengths are as named."""
 
     router_id: str = "router-0"  # in logs and session greetings
-    contract_version: int = CONTRACT_VERSION  # workers of another one get no requests
+    contract_version: int = CONTRACT_VERSION  # workers of other versions get no requests
     page_hash_key: bytes = field(default=b"", repr=False)  # of the page hashes, as the workers'
     resume_key: bytes = field(default=b"", repr=False)  # of resume tokens, as all routers'
     local_prefill_max_tokens: int = 64  # as the decode workers are configured
@@ -99,7 +99,7 @@ class RouterConfig:
         30.0, "A client that reads nothing for this long is cancelled.", at_least=0
     )
 
-    # Sampling, of requests that do not set it; see router/request.py
+    # Sampling of requests that do not set it; see router/request.py
     default_temperature: float | None = _sampling_default("temperature")
     default_top_p: float | None = _sampling_default("top_p")
     default_top_k: int | None = _sampling_default("top_k")
@@ -178,7 +178,7 @@ class RouterConfig:
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """The defaults of sampling that replace the model's, by the parameter's name."""
+        """The sampling defaults that replace the model's: name of the parameter |-> value."""
         given = {name: getattr(self, f"default_{name}") for name in DEFAULT_RANGES}
         return {name: value for name, value in given.items() if value is not None}
 

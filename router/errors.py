@@ -8,7 +8,7 @@ RouterError
   NoWorker               no decode worker became available in time
   RouterStops            the router stops; another one can continue the call
   RequestFailed          a worker ended the request with an error of the request's own
-    RequestCrashed       a bug of the router ended it
+    RequestCrashed       a bug in the router ended it
   RequestLost            the stream broke more often than it may be resumed
   DeadlineExceeded       the client's or the router's time limit passed
   SlowClient             the client did not take its messages
@@ -89,19 +89,19 @@ class RequestFailed(RouterError):
 
     Args:
         code: A google.rpc.Code number.
-        message: The worker's; for a wrong field in the form of InvalidRequest's.
+        message: The worker's message; for a wrong field it has the form of InvalidRequest's.
     """
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
         self.code = code
         told = _REFUSAL.fullmatch(message) if code == _INVALID_ARGUMENT else None
-        # As of InvalidRequest
+        # As in InvalidRequest
         self.violations: tuple[tuple[str, str], ...] = ((told[1], told[2]),) if told else ()
 
 
 class RequestCrashed(RequestFailed):
-    """A bug of the router ended the request; the caller is not told which."""
+    """A bug in the router ended the request; only the router's log says which."""
 
     def __init__(self) -> None:
         super().__init__(_INTERNAL, "internal error; see the router's log")
@@ -140,7 +140,7 @@ class ChildLimit(Exception):
 
 
 class ChildCrash(ChildLimit):
-    """Work in a child process crashed it, as texts nested too deeply do."""
+    """Work in a child process crashed it, as text that is nested too deeply does."""
 
 
 class TemplateLimit(ChatTemplateError):

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 SILENT_S = 6.0  # of a controller that sends all members once a second
 RETRY_S = 0.5
-PATIENCE_S = 2.0  # before anyone is told of a wait: a first attempt may fail, and the next not
+PATIENCE_S = 2.0  # before a wait is reported: a first attempt may fail, and the next one succeed
 START_S = 15.0  # a controller that still places processes answers late, and is not lost
 UNKNOWN_INCARNATION = 0
 
@@ -53,8 +53,8 @@ class MemberFeed:
         self._take = take
         self._incarnation = UNKNOWN_INCARNATION
         self._reason = "no answer yet"  # or why the last attempt failed
-        self._logged_reason = ""  # of a loss that lasts
-        self._followed = asyncio.Event()  # the controller has told the members, once
+        self._logged_reason = ""  # of the present loss; empty: none is logged
+        self._followed = asyncio.Event()  # set once the controller has sent the members
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -80,10 +80,10 @@ class MemberFeed:
             await asyncio.sleep(RETRY_S)
 
     async def wait_followed(self, waits: Callable[[str], None]) -> None:
-        """Wait until the controller tells its members, even none; the caller bounds the wait.
+        """Wait until the controller has sent its members, even none; the caller bounds the wait.
 
         Args:
-            waits: Gets the reason why it has not for PATIENCE_S; called once.
+            waits: Called once, with the reason, if this takes longer than PATIENCE_S.
         """
         try:
             await asyncio.wait_for(self._followed.wait(), PATIENCE_S)
@@ -95,7 +95,7 @@ class MemberFeed:
         self._reason = reason
         if not self._followed.is_set() and asyncio.get_running_loop().time() < self._late_at:
             return
-        if reason != self._logged_reason:  # not at each attempt
+        if reason != self._logged_reason:  # once for each reason, not for each attempt
             logger.warning(
                 "controller_lost", extra=fields(router_id=self._router_id, reason=reason)
             )

@@ -132,7 +132,7 @@ def _read_defaults(folder: Path) -> SamplingDefaults:
     if not path.exists():  # as in transformers
         path = folder / "config.json"
     config = _read_json(path)
-    # llm_engine/generation_config.py lists all settings.
+    # llm_engine/generation_config.py lists all settings of that file.
     asked = {name: config[name] for name in DEFAULT_RANGES if config.get(name) is not None}
     if config.get("do_sample") is False:
         asked["temperature"] = 0.0  # the model's authors mean greedy

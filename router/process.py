@@ -90,7 +90,7 @@ class RouterProcess:
             settings.config,
             page_hash_key=keys.page_hashes,
             resume_key=keys.resume_tokens,
-            # Of this code: Ray may have kept the settings of the code before.
+            # The version of this code: Ray may have stored the settings of older code.
             contract_version=CONTRACT_VERSION,
         )
         credentials = ClusterCredentials(keys.party, secrets.randbits(63) + 1)
@@ -125,7 +125,7 @@ class RouterProcess:
         Raises:
             ModelFolderError: The chat template cannot be used.
             RuntimeError: The port is taken.
-            NoPortFree: Those of the range are.
+            NoPortFree: All ports of the range are taken.
             OpenInClear: Other hosts could connect without encryption.
             PortTaken: The port of the metrics is in use.
             TracingUnavailable: Traces are configured, and OpenTelemetry is not installed.
@@ -159,7 +159,7 @@ class RouterProcess:
         return address
 
     async def wait_followed(self, waits: Callable[[str], None]) -> None:
-        """Wait until the controller tells the workers; see MemberFeed. Needs `start`."""
+        """Wait until the controller has sent the workers; see MemberFeed. Call `start` first."""
         await self._feed.wait_followed(waits)
 
     async def stop(self, grace_s: float) -> None:

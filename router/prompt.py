@@ -92,8 +92,8 @@ class Chat:
     messages: tuple[ChatMessage, ...]
     tools_json: str = ""  # functions that the model may call; empty: none
     adds_special_tokens: bool = False
-    adds_generation_prompt: bool = True  # the assistant's answer begins
-    continues_final: bool = False  # the text of the last message goes on
+    adds_generation_prompt: bool = True  # ends with the beginning of the assistant's answer
+    continues_final: bool = False  # ends within the last message, whose text goes on
 
 
 Prompt = Text | PackedTokens | Chat
@@ -228,7 +228,7 @@ def _within_final(text: str, prompt: Chat) -> str:
     at = text.rfind(shown) if shown else -1
     if at < 0:
         field = f"{prompt.field}.messages[{len(prompt.messages) - 1}].content"
-        raise InvalidRequest(field, "a text that the template changes", "one to continue")
+        raise InvalidRequest(field, "a text that the template changes", "one that it keeps")
     return text[: at + len(shown)]
 
 

@@ -64,7 +64,7 @@ class AskedSampling:
 class SamplingDefaults:
     """Values of parameters that a request does not set.
 
-    From the router's options, then from the model's generation_config, then these.
+    The router's options come first, then the model's generation_config, then the values here.
     """
 
     temperature: float = 1.0
@@ -74,7 +74,7 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
     def replaced(self, values: Mapping[str, Any]) -> "SamplingDefaults":
-        """Return these with other values, which are checked already; a top_k of -1 is off, too."""
+        """Return these with other values, already checked; a top_k of -1 turns it off, too."""
         made = replace(self, **values)
         return replace(made, top_k=max(0, made.top_k))
 

@@ -231,6 +231,6 @@ class Session:
 
     def _feed(self, stream: Stream, message: Any, now: float) -> None:
         stream.on_delta(wire.delta(message, has_logprobs=stream.has_logprobs), now)
-        # The worker frees choices that ended here but not there.
+        # The worker then frees choices that have ended here but not there.
         if choices := stream.generation.take_stopped():
             self._post(wire.cancel(message.request_id, choices))

@@ -114,7 +114,7 @@ def complete_sampling(
 
     Args:
         asked: The client's parameters.
-        defaults: The defaults of router and model, checked at their start.
+        defaults: The defaults of the router and the model, checked when they started.
         model: Limits.
         prompt_len: Tokens of the prompt, which is checked already.
         has_tokenizer: Whether stop strings and constraints can be served.

@@ -250,11 +250,11 @@ class WorkerRegistry:
         ]
 
     def misfits(self) -> dict[str, str]:
-        """Return the members that can get no requests beside the others, and the reasons."""
+        """Return the misfits among the members, which get no requests: name |-> reason."""
         return {name: worker.misfit for name, worker in self._workers.items() if worker.misfit}
 
     def told_misfits(self, pool: PoolName | None = None) -> str:
-        """Return why workers of a pool, or of any, are misfits, in brackets; empty: none is one."""
+        """Return in brackets why workers of a pool, or of any, are misfits; empty: none is."""
         misfits = [w for w in self._workers.values() if w.misfit and pool in (None, w.member.pool)]
         reasons = sorted({each.misfit for each in misfits})
         return f" ({'; '.join(reasons)})" if reasons else ""

@@ -12,7 +12,7 @@ class WorkerInfo:
 
     worker_id: str
     incarnation: int
-    contract_version: int  # 0: it did not say
+    contract_version: int  # 0: it stated none
     pool: PoolName | None  # None: it did not say
     model: ServedModel
     transports: tuple[str, ...]  # for pages, best first

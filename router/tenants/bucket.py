@@ -1,4 +1,4 @@
-"""A rate with a burst: what is not used is saved up, to a limit. Pure: times are arguments."""
+"""A rate with a burst: what is not used is saved up to a limit. Pure: times are arguments."""
 
 from dataclasses import dataclass
 
@@ -10,23 +10,24 @@ class Charge:
     """Units that were taken and may be given back."""
 
     amount: float
-    bound: float = 0.0  # of the level, by the moments since the charge before; see Bucket
+    bound: float = 0.0  # of the level, from the moments since the previous charge; see Bucket
 
 
 class Bucket:
     """Holds units that come at a steady rate.
 
     The level is at most the capacity. It may be below 0: what was taken without asking is owed.
-    When a charge is given back, the level becomes that of a bucket which was never charged with it:
-    less than the amount comes back if that one would have been full meanwhile.
+    When a charge is given back, the level becomes what it would be without that charge. It rises
+    by less than the amount if, without the charge, the bucket would have been full meanwhile.
 
-    So each moment of the past bounds the level: by the capacity, and what came and was taken since.
-    Between two undecided charges the lowest bound stands for all, whatever is decided. The later
-    charge keeps it, as if no undecided charge had been made.
+    So each moment of the past bounds the level: by the capacity, plus what came and minus what was
+    taken since then. Of the moments between two undecided charges, the one with the lowest bound
+    stands for all, however the charges are decided. The later charge stores that bound, computed as
+    if no undecided charge had been made.
 
     Args:
         rate_per_s: Units that come each second; 0: everything is allowed.
-        capacity: The most units that are saved up; at the beginning, the bucket is full.
+        capacity: The most units that are saved up; the bucket begins full.
         now: Seconds of any clock, always the same one.
     """
 
@@ -34,9 +35,9 @@ class Bucket:
         self._rate_per_s = rate_per_s
         self._capacity = capacity
         self._at = now
-        # The undecided ones, oldest first, and the next one, which takes nothing yet.
+        # The undecided charges, oldest first, then the next one, which takes nothing yet.
         self._charges = [Charge(0.0, capacity)]
-        self._moved = 0.0  # what came and was taken for good, of which the bounds do not know yet
+        self._moved = 0.0  # what came, less what was taken for good; not in the bounds yet
 
     def change(self, *, rate_per_s: float, capacity: float, now: float) -> None:
         """Continue at another rate; savings, up to the new capacity, and debts stay."""
@@ -47,14 +48,14 @@ class Bucket:
         self._refill(now)
 
     def wait_s(self, now: float) -> float:
-        """Return how long it takes until a unit is there; 0: one is."""
+        """Return how long it takes until a unit is available; 0: one is."""
         if not self._rate_per_s:
             return 0.0
         lacking = 1 - self.level(now)
         return lacking / self._rate_per_s if lacking > _ROUNDING else 0.0
 
     def level(self, now: float) -> float:
-        """Return how many units are there; below 0: are owed."""
+        """Return how many units are available; below 0: how many are owed."""
         self._refill(now)
         level, charged = self._capacity, 0.0
         for each in reversed(self._charges):
@@ -63,13 +64,13 @@ class Bucket:
         return level
 
     def take(self, amount: float, now: float) -> None:
-        """Take units for good, whether they are there or not."""
+        """Take units for good, whether they are available or not."""
         if self._rate_per_s:
             self._refill(now)
             self._moved -= amount
 
     def charge(self, amount: float, now: float) -> Charge:
-        """Take units, whether they are there or not, until `keep` or `give_back` decides."""
+        """Take units, available or not, until `keep` or `give_back` decides."""
         if not self._rate_per_s:
             return Charge(amount)
         self._refill(now)
@@ -79,7 +80,7 @@ class Bucket:
         return charge
 
     def keep(self, charge: Charge, now: float) -> None:
-        """Have an undecided charge count for good, from when it was made."""
+        """Let an undecided charge count for good, from the time when it was made."""
         self._decide(charge, charge.amount, now)
 
     def give_back(self, charge: Charge, now: float) -> None:
@@ -87,7 +88,7 @@ class Bucket:
         self._decide(charge, 0.0, now)
 
     def _decide(self, charge: Charge, taken: float, now: float) -> None:
-        if charge not in self._charges:  # there was no limit, then or since
+        if charge not in self._charges:  # there was no limit then, or for a while since
             return
         self._refill(now)
         number = self._charges.index(charge)
@@ -107,7 +108,7 @@ class Bucket:
         last.bound = min(last.bound, self._capacity - self._moved)
 
     def _settle(self) -> None:
-        """Tell the bounds what moved, so that rounding errors do not add up."""
+        """Add what moved to the bounds, so that rounding errors do not add up."""
         for each in self._charges:
             each.bound += self._moved
         self._moved = 0.0

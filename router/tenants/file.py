@@ -27,7 +27,7 @@ from router.tenants.tenant import NAME, NAME_ALLOWED, TenantRules
 
 MAX_BYTES = 2**20  # takes some seconds to read, beside the event loop
 HASH_PREFIX = "sha256:"
-TOKEN_PREFIX = "pw-"  # noqa: S105 - by which people and scanners of secrets know a token
+TOKEN_PREFIX = "pw-"  # noqa: S105 - by which people and secret scanners recognize a token
 TOKEN_BYTES = 32  # random ones
 _HEX_CHARS = 64
 _HASHES = "token_hashes"
@@ -39,7 +39,7 @@ class TenantsFile:
     """What a file holds."""
 
     rules: tuple[TenantRules, ...]
-    version: tuple[int, ...]  # another one when the file was changed or replaced
+    version: tuple[int, ...]  # changes when the file is changed or replaced
     warning: str = ""  # about the file itself; empty: all is well
 
 
@@ -62,18 +62,18 @@ def read_tenants(path: Path) -> TenantsFile:
     """Read a file.
 
     Raises:
-        TenantsFileError: It cannot be used; has a line for each thing that is wrong.
+        TenantsFileError: It cannot be used; the message has a line for each fault.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe may never end
             raise _unreadable(path, "it is not a file")
         with path.open("rb") as file:
-            found = os.fstat(file.fileno())  # first: a change while it is read is another version
+            found = os.fstat(file.fileno())  # first: a later change makes another version
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise _unreadable(path, error.strerror) from error
     if len(content) > MAX_BYTES:
-        raise TenantsFileError(f"{path}: has more than {MAX_BYTES} bytes, the most allowed")
+        raise TenantsFileError(f"{path}: found more than {MAX_BYTES} bytes; allowed: no more")
     try:
         tenants, keys = parse_yaml(content.decode())
     except UnicodeDecodeError as error:
@@ -81,10 +81,10 @@ def read_tenants(path: Path) -> TenantsFile:
     except YamlError as error:
         raise TenantsFileError(f"{path}{error}") from error
     if tenants is None or tenants == {}:
-        # Not for everybody, nor for nobody: neither is what an empty file was meant for.
+        # It opens the router neither to everybody nor to nobody: an empty file means neither.
         raise TenantsFileError(
-            f"{path}: names no tenant; it must name one or more. Without router.tenants_file "
-            "everybody may call"
+            f"{path}: found no tenant; allowed: one or more. Without router.tenants_file everybody "
+            "may call"
         )
     if not isinstance(tenants, Mapping):
         told = f"found {told_kind(tenants)} at the top level; allowed: a mapping of tenants"
@@ -104,7 +104,7 @@ def _unreadable(path: Path, reason: str | None) -> TenantsFileError:
 
 
 def version_of(path: Path) -> tuple[int, ...]:
-    """Return the version of the file that is there now; one of its own where there is none."""
+    """Return the version of the file that is there now; a missing file has a version of its own."""
     try:
         return _version(path.stat())
     except OSError as error:
@@ -161,7 +161,8 @@ class _Reader:
             if key not in options:
                 names = [_HASHES, *options]
                 near = did_you_mean(key, names, f"{name}.")
-                self._refuse(path, f"{path}: unknown{near}; allowed:", ", ".join(names))
+                told = f"{path}: found an unknown option{near}; allowed:"
+                self._refuse(path, told, ", ".join(names))
             elif not options[key].allows(value):
                 found = f"{path}: found {self._shown(path, value)}; allowed:"
                 self._refuse(path, found, options[key].allowed())

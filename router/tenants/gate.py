@@ -1,8 +1,8 @@
-"""The door of a router's front: a call says by a token for whom it is made, or is refused.
+"""The door of a router's front: a call names its tenant by a token, or is refused.
 
-The token stands in the metadata, `authorization: Bearer TOKEN` (RFC 6750). The gate looks at it
-before a message is read and before anything else of the server runs. Whatever a server offers is
-closed, but for the standard services that credentials.rules calls open.
+The token is in the metadata, `authorization: Bearer TOKEN` (RFC 6750). The gate checks it before a
+message is read and before any other code of the server runs. All methods of a server are closed,
+except the standard services that credentials.rules calls open.
 """
 
 import re

@@ -6,7 +6,7 @@ from itertools import chain
 
 from router.tenants.tenant import Tenant, TenantRules
 
-CLUSTER_NAME = "(cluster)"  # no name that a file can give
+CLUSTER_NAME = "(cluster)"  # a file cannot contain this name
 
 
 class Tenants:

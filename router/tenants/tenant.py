@@ -1,4 +1,4 @@
-"""One tenant: what it may do, and what it does now and has done. Pure: times are arguments."""
+"""One tenant: what it may do, does and has done. Pure: times are arguments."""
 
 import re
 from dataclasses import dataclass, field
@@ -177,12 +177,12 @@ class Tenant:
         self.counts.generated_tokens += num_tokens
 
     def keep_request(self, charge: Charge, now: float) -> None:
-        """Have a generation count for good."""
+        """Let a generation count for good."""
         self._requests.keep(charge, now)
         self.counts.requests += 1
 
     def keep_prompt(self, charge: Charge, now: float) -> None:
-        """Have a prompt count for good."""
+        """Let a prompt count for good."""
         self._tokens.keep(charge, now)
         self.counts.prompt_tokens += int(charge.amount)
 

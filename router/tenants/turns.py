@@ -3,9 +3,9 @@
 Workers serve requests in the order of arrival. So the router gives them little more than they can
 start soon, and keeps the rest here. The next turn goes to the waiting tenant that has had the least
 for its weight since it began to wait. Its flow of requests is thus served as if that share of the
-workers were its own (weighted fair queueing). A tenant that wants less than its share waits for
-hardly anybody, and the others get the rest. In a tenant's own turns, requests that began at another
-router come before new ones.
+workers were its own (weighted fair queueing). A tenant that wants less than its share hardly waits,
+and the others get the rest. In a tenant's own turns, requests that began at another router come
+before new ones.
 """
 
 import asyncio
@@ -45,8 +45,8 @@ class _Flow(Generic[T]):
 class FairQueue(Generic[T]):
     """Orders the items of several flows. Pure.
 
-    Invariant: a waiting flow has had at least as much as the flow that was served last had before
-    that. So a flow that comes back has no claim to what it did not want.
+    Invariant: a waiting flow has had at least as much as the flow that was served last had had
+    before that turn. So a flow that comes back has no claim to what it did not want earlier.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Turns(Generic[T]):
             self.go_on()
 
     def is_free(self, request: T) -> bool:
-        """Return whether a request may proceed at once: as in its turn, counted without a wait."""
+        """Return whether a request may proceed at once. As in a turn, count it without a wait."""
         return not (self._queue or self._is_taken) and self._has_room(request)
 
     def expected_wait_s(self, name: str, *, cost: int, weight: float) -> float:
@@ -169,7 +169,7 @@ class Turns(Generic[T]):
         return self._rate.seconds(int(self._queue.cost_before(name, cost, weight)))
 
     def go_on(self) -> None:
-        """Let the next request proceed if there is room for it; call it when there may be."""
+        """Let the next request proceed if there is room; call this whenever there may be."""
         if self._queue and not self._is_taken and self._may_go_on(self._queue.peek()[0]):
             self._is_taken = True
             self._queue.pop()[1].set()
@@ -181,7 +181,7 @@ class Turns(Generic[T]):
         try:
             return self._has_room(request)
         except Exception:
-            return True  # the request meets the bug itself in its turn; whoever left meets none
+            return True  # it then meets the bug in its own turn, and the caller here does not
 
     def _look_again(self) -> None:
         self._look = None

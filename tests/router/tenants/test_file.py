@@ -64,8 +64,8 @@ globex:
 
 
 BAD = [
-    ("", ["names no tenant; it must name one or more"]),
-    ("{}", ["names no tenant"]),
+    ("", ["found no tenant; allowed: one or more"]),
+    ("{}", ["found no tenant"]),
     ("- acme", ["found a list at the top level; allowed: a mapping of tenants"]),
     ("acme: {", ["line 1", "is not plain YAML"]),
     ("acme:", ["line 1: acme: found nothing; allowed: a mapping with token_hashes"]),
@@ -91,11 +91,11 @@ BAD = [
     (f"acme: {{token_hashes: [{A}, {A}]}}", ["acme.token_hashes[1]: found the hash of acme.t"]),
     (
         f"acme:\n  token_hashes: [{A}]\n  quota: 5",
-        ["line 3: acme.quota: unknown; allowed: token_hashes, requests_per_s, burst, tokens_"],
+        ["line 3: acme.quota: found an unknown option; allowed: token_hashes, requests_per_s, "],
     ),
     (
         f"acme: {{token_hashes: [{A}], brst: 5}}",
-        ["unknown (did you mean 'acme.burst'?); allowed: "],
+        ["found an unknown option (did you mean 'acme.burst'?); allowed: "],
     ),
     (
         f"acme:\n  token_hashes: [{A}]\n  requests_per_s: -1",
@@ -130,7 +130,7 @@ BAD = [
         f"acme:\n  token_hashes: [{A}]\n  burst: -1\n  weight: x",
         ["line 3: acme.burst: found -1", "line 4: acme.weight: found 'x'"],
     ),
-    ("#" + "x" * MAX_BYTES, [f"has more than {MAX_BYTES} bytes"]),
+    ("#" + "x" * MAX_BYTES, [f"found more than {MAX_BYTES} bytes"]),
 ]
 
 
