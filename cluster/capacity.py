@@ -107,7 +107,7 @@ def context_remedy(needs: ModelNeeds, config: ClusterConfig, device: str, comman
 
 
 def pool_remedy(needs: ModelNeeds, config: ClusterConfig, key: str) -> str:
-    """Say the same for a pool that has options of its own for its pages."""
+    """Say what `context_remedy` says, for a pool with its own options for pages."""
     context = format_bytes(needs.context_pages * needs.page_bytes)
     return f"more memory for pages in {config.pool_section(key)}; the context takes {context}"
 

@@ -131,11 +131,11 @@ class ClusterConfig:
     )
     port_range: str = option(
         "",
-        "Range of the free ports of all servers, FIRST-LAST, as in 20000-20099; empty: any. A host "
-        "needs one for each worker, one more for each decode worker that receives pages, and one "
-        "for the controller and for a router where controller_port and port are 0. Ports of the "
-        "range that port, http_port, controller_port, router.metrics_port and worker_metrics_ports "
-        "name are left to those servers. NCCL and Ray use other ports.",
+        "Range from which all servers take free ports, FIRST-LAST, as in 20000-20099; empty: any. "
+        "A host needs one for each worker, one more for each decode worker that receives pages, "
+        "and one each for the controller and a router whose controller_port or port is 0. Ports "
+        "of the range that port, http_port, controller_port, router.metrics_port and "
+        "worker_metrics_ports name are left to those servers. NCCL and Ray use other ports.",
         accepts=is_port_range,
         accepted="two ports of 1024 to 65535, as in 20000-20099",
     )
@@ -240,7 +240,7 @@ class ClusterConfig:
         return next(found, PoolConfig())
 
     def pool_section(self, key: str) -> str:
-        """Return where a pool has its options, as in pools.small; see pool_key."""
+        """Return the section of a pool's options, as in pools.small; see pool_key."""
         found = (name for name, each in self.pools.items() if pool_key(name, each) == key)
         return f"{POOLS}.{next(found, key)}"
 
@@ -263,7 +263,7 @@ class ClusterConfig:
 
     @property
     def free_ports(self) -> FreePorts:
-        """The ports of servers that no option gives one."""
+        """The ports for servers to which no option gives one."""
         metrics = self.metrics_ports.of_range if self.metrics_ports else ()
         return FreePorts(self.port_range, self._fixed_ports.union(metrics))
 

@@ -65,12 +65,12 @@ class _Reading:
 
     def __init__(self, overrides: Mapping[str, Any]) -> None:
         self.values: dict[str, Any] = {}  # option path |-> value, without the wrong ones
-        self.wrong: list[tuple[int, str]] = []  # with its line; 0: not of the file
+        self.wrong: list[tuple[int, str]] = []  # with its line; 0: not in the file
         self._overrides = overrides
         self._origin: dict[str, str] = {}  # option path |-> where it is from, unless from a flag
         self._written: dict[str, str] = {}  # option path |-> its value as the file has it
         self._lines: dict[str, int] = {}  # path of an option or section |-> line of its last use
-        self._without_role: set[str] = set()  # pools of which more is not known
+        self._without_role: set[str] = set()  # pools whose role was wrong
 
     def read(self, path: Path) -> None:
         """Take the options of a file."""
@@ -86,8 +86,8 @@ class _Reading:
             self._origin[name] = f"{path}, line {self._lines[name]}"
 
     def drop_unknown(self) -> None:
-        """Refuse options that there are not."""
-        is_told = False  # that a pool has no name: once, whatever its options
+        """Refuse options that do not exist."""
+        is_told = False  # a pool without a name, once for all its options
         for name in [name for name in self.values if find_option(name) is None]:
             message = _unknown(name, self.values.pop(name))
             is_nameless = name.startswith(f"{POOLS}.") and not pool_named(name)
@@ -108,16 +108,16 @@ class _Reading:
         self._drop_pools_without_role()
 
     def fill(self, defaults: Defaults) -> None:
-        """Take a command's own defaults for what is not set."""
+        """Use a command's own defaults for what is not set."""
         for name, value in defaults(self.values).items():
             self.values.setdefault(name, value)
             self._origin.setdefault(name, "default")
 
     def make(self) -> ClusterConfig:
-        """Return the configuration of all that is right.
+        """Return the configuration that the right values make.
 
-        The whole is checked only if its sections are valid: the rest is checked again without the
-        wrong values.
+        It is checked as a whole only once all sections are valid, so the check is repeated without
+        the wrong values.
         """
         while isinstance(made := _make(self.values), list):
             for section, problem in made:
@@ -132,14 +132,14 @@ class _Reading:
         rest = [name for name in self.values if pool_named(name) == pool_named(blamed[0]) != ""]
         blamed = [name for name in blamed if name in self.values] or rest
         if not blamed:
-            return  # another problem is blamed on all of it
+            return  # an earlier problem was blamed on all of them
         self._refuse(blamed[0], problem.told(lambda name: self._spell(path_in(section, name))))
         for name in blamed:
             self.values.pop(name)
         self._without_role |= {pool_named(name) for name in blamed if name.endswith(".role")}
 
     def _drop_pools_without_role(self) -> None:
-        """Drop what else a pool has whose role was wrong: it must not be told to lack one."""
+        """Drop the rest of pools whose role was wrong: they must not be told to lack one."""
         for name in [name for name in self.values if pool_named(name) in self._without_role]:
             del self.values[name]
 
@@ -148,7 +148,7 @@ class _Reading:
         return option.flag if option else name
 
     def _refuse(self, name: str, message: str) -> None:
-        if name in self._overrides:  # a flag is place enough
+        if name in self._overrides:  # the flag tells the place
             self.wrong.append((0, message))
         else:
             self.wrong.append((self._lines.get(name, 0), f"{self._origin[name]}: {message}"))
@@ -237,7 +237,7 @@ def _unknown(name: str, value: object) -> str:
     if _nearest(section, [POOLS], NEAR) and find_option(f"{POOLS}.{rest}"):
         return _told_unknown(name, f"{POOLS}.{rest}")
     near = _nearest(_leaf(name), {_leaf(path) for path in options}, NEAR)
-    # Of options of several sections by one name that of the likeliest section.
+    # If several sections have an option of this name, the one of the likeliest section.
     near = _nearest(name, [path for path in options if _leaf(path) in near], 0)
     return _told_unknown(name, *near)
 

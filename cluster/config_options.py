@@ -13,7 +13,7 @@ from cluster.config import ClusterConfig
 from cluster.pool_config import SECTION, PoolConfig
 from options.option import Option, Spell, options_of
 
-# Where a user finds all options but those of pools: an installation has no documentation.
+# Where users find all options except those of pools: an installation has no documentation.
 ALL_OPTIONS = "`pagewire serve --help`"
 # The configuration classes within the cluster's, by name.
 SECTIONS: dict[str, Any] = {

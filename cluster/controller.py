@@ -79,7 +79,7 @@ class Contracts:
     """The contract versions of a cluster; see protos.contract."""
 
     running: tuple[int, ...]  # of its workers
-    to_start: Mapping[str, int]  # a worker's host |-> that of the code it would start now
+    to_start: Mapping[str, int]  # a worker's host |-> version of its code
 
 
 class ControllerActor:
@@ -138,9 +138,9 @@ class ControllerActor:
         )
 
     async def contract_versions(self) -> Contracts:
-        """Return those of the workers, and of the code that their hosts have now.
+        """Return the versions of the workers, and of the code that their hosts have now.
 
-        Processes that are started again run that code: of a working_dir, if the cluster has one.
+        Restarted processes run that code: the one of a working_dir, if the cluster has one.
 
         Raises:
             StartError: A host does not answer.
@@ -157,8 +157,8 @@ class ControllerActor:
                 found = await asyncio.gather(*calls.values())
         except (TimeoutError, ray.exceptions.RayError) as error:
             raise StartError(
-                f"a host does not say which code it has ({type(error).__name__}); nothing has "
-                "changed; see `ray status`"
+                f"a host did not tell the version of its code ({type(error).__name__}); nothing "
+                "has changed; see `ray status`"
             ) from error
         return Contracts(
             running=tuple(sorted({each.contract_version for each in self._membership.members})),
@@ -241,10 +241,10 @@ class ControllerActor:
         actor.restart.remote(grace_s)
 
     async def evacuate(self, node_id: str, grace_s: float) -> frozenset[str]:
-        """Have the workers of a host that goes end there, and start elsewhere when there is room.
+        """Let the workers of a host end there, and start elsewhere when there is room.
 
-        Ray starts nothing more on the host. Nobody is asked for a replacement, as for a drain: the
-        host goes in any case.
+        Ray starts nothing more on the host. Unlike a drain, this also ends the last worker of a
+        role, because the host goes in any case.
 
         Args:
             node_id: The host, as Ray names it.
@@ -261,7 +261,7 @@ class ControllerActor:
         if any(each["NodeID"] == node_id and home in each["Resources"] for each in hosts_now()[0]):
             raise ConfigError(
                 "--here: found the host of the cluster's controller, which cannot go while the "
-                "cluster runs; allowed: a host of workers alone; nothing has changed"
+                "cluster runs; allowed: a host with workers only; nothing has changed"
             )
         await asyncio.to_thread(close_host, node_id)
         names = workers_on(node_id)
@@ -384,7 +384,7 @@ class ControllerActor:
         return self._membership.heard_since(_now() - HEARD_S)
 
     def _is_young(self) -> bool:
-        """Return whether workers may serve of which it has not heard yet."""
+        """Return whether workers may serve from which it has not heard yet."""
         return _now() < self._started_at + HEARD_S
 
     def _places_for(self, names: Iterable[str]) -> dict[str, Place]:

@@ -313,7 +313,7 @@ def check_port(config: ClusterConfig) -> Finding:
 
 
 def check_range(config: ClusterConfig, device: str) -> Finding:
-    """Each range has a port for each server, if one host has them all."""
+    """Each range has a port for each server, even if one host has all servers."""
     prefill, decode = config.num_workers("prefill"), config.num_workers("decode")
     try:
         check_port_ranges(config, device, prefill, decode)

@@ -341,7 +341,7 @@ def end_cluster(grace_s: float, begun: Callable[[], None] = lambda: None) -> Non
 
 
 def _wait_stopped(calls: Iterable[Any], timeout_s: float) -> None:
-    """Wait for calls of processes that stop; those that have no process now need not."""
+    """Wait for the calls that stop processes; an actor without a process has nothing to stop."""
     deadline = time.monotonic() + timeout_s
     for call in calls:
         # Ray restarts it, or another `pagewire down` has ended it.

@@ -48,13 +48,13 @@ CONTROL_GROUP = "control"  # has its own event loop, so it answers while the def
 
 
 def place(actor: type, name: str, options: Mapping[str, Any], start: Any) -> Any:
-    """Return the actor of that name; make it if there is none, or refuse: `get_if_exists`.
+    """Make an actor, or return the one that has its name already.
 
     Args:
         actor: Its class.
         name: Its name in Ray.
-        options: Ray's.
-        start: The one argument of its constructor. It is kept by name, as newer code may read it.
+        options: Ray's options for it; `get_if_exists: False` refuses an actor that exists already.
+        start: The one argument of its constructor, kept by name because newer code may read it.
     """
     remote = ray.remote(  # type: ignore[call-overload] # Ray's hints lack concurrency_groups
         num_cpus=0,
@@ -81,7 +81,7 @@ def hosts_now() -> tuple[list[Node], Mapping[str, Amounts]]:
 
 
 def workers_on(node_id: str) -> frozenset[str]:
-    """Return the names of the workers that have a process on a host, also while they load."""
+    """Return the names of the workers that have a process on a host, loading ones included."""
     return frozenset(
         each["Name"]
         for each in ray_state.actors().values()
@@ -106,7 +106,7 @@ def close_host(node_id: str) -> None:
 
 def contract_of(node_id: str) -> Any:
     """Return a call that asks for the contract version of the code that a host has now."""
-    # One call for each process: the next one must not find this code still in its memory.
+    # One call per process: a later call must not find this code still in the process's memory.
     task: Any = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(own_contract)
     where = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return task.options(scheduling_strategy=where).remote()

@@ -1,4 +1,4 @@
-"""The ports that a cluster's processes need of the ranges that its options give them."""
+"""How many ports a cluster's processes need of the ranges that its options give them."""
 
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
@@ -10,14 +10,14 @@ def check_port_ranges(
 ) -> None:
     """Refuse ranges with fewer ports than the workers, the controller and the router need.
 
-    On several hosts, of which each has all ports of a range, only what no choice of hosts could
-    satisfy is refused.
+    Each host has all ports of a range. With several hosts, a range is refused only if it would be
+    too small however the workers were placed.
 
     Args:
         config: The cluster.
         device: "cpu" or "cuda".
-        num_prefill, num_decode: Its workers.
-        num_hosts: The hosts that may have them.
+        num_prefill, num_decode: The numbers of its workers.
+        num_hosts: The number of hosts that may have them.
 
     Raises:
         ConfigError: Says how many ports are needed.

@@ -67,7 +67,7 @@ def _told(process: psutil.Process) -> str:
         if served.pid in pids:
             which = f"process {served.pid}, router at {served.address}"
             return f"`pagewire serve` ({which}), which Ctrl-C ends"
-    words = filter(None, process.cmdline())  # Ray's have many empty ones
+    words = filter(None, process.cmdline())  # those of Ray's processes have many empty ones
     command = " ".join(shlex.join(words).split()) or process.name()  # in one line
     if len(command) > MOST_SHOWN_CHARS:
         command = f"{command[:MOST_SHOWN_CHARS]}..."

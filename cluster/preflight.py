@@ -74,7 +74,7 @@ def check_start(
         check_kernels(model)
     else:
         if config.workers_per_gpu > 1:
-            say(f"note: workers_per_gpu is {config.workers_per_gpu}, and no worker has a GPU")
+            say(f"note: workers_per_gpu is {config.workers_per_gpu}, but no worker has a GPU")
         _check_memory(config, say)
     return device
 

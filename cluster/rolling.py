@@ -52,7 +52,7 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
     for number, name in enumerate(names, 1):
         with told_at_interrupt(f"{name} restarts by itself; the others are unchanged"):
             began = time.monotonic()
-            say(f"{name} takes no new requests; running ones have {grace_s:g} s there")
+            say(f"{name} takes no new requests; running ones have {grace_s:g} s to end there")
             deadline = began + grace_s + facts.config.start_timeout_s
             restart = _restart_worker if is_worker(name) else _restart_front
             restart(controller, name, grace_s, deadline)
@@ -61,7 +61,7 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
 
 
 def _check_contracts(contracts: Contracts) -> None:
-    """Refuse code that would not serve with any worker that runs."""
+    """Refuse code that could not serve with any running worker."""
     wrong = [
         f"{host}: {contract_difference(version, contracts.running[0])}"
         for host, version in contracts.to_start.items()
@@ -69,8 +69,8 @@ def _check_contracts(contracts: Contracts) -> None:
     ]
     if wrong:
         told = (
-            "the code of these hosts and the running workers would serve nothing together; nothing "
-            "has changed; `pagewire down` and `up` start this code, or a second cluster"
+            "the code of these hosts cannot serve together with the running workers; nothing has "
+            "changed; start this code with `pagewire down` and `up`, or in a second cluster"
         )
         raise StartError("\n".join([*wrong, told]))
 
@@ -120,7 +120,7 @@ def _start_of(name: str) -> int | None:
 
 
 def _serves_again(name: str, before: int | None) -> bool:
-    """Return whether the router sees another start of a worker ready than before.
+    """Return whether the router sees a new start of a worker ready.
 
     Raises:
         StartError: The router cannot use it; waiting would not help.
@@ -133,7 +133,7 @@ def _serves_again(name: str, before: int | None) -> bool:
         return False
     if misfit := misfits.get(name):
         raise StartError(
-            f"{name} has restarted and gets no requests of this router: {misfit}; the others are "
+            f"{name} has restarted and gets no requests from this router: {misfit}; the others are "
             "unchanged"
         )
     return False

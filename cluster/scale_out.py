@@ -77,13 +77,13 @@ def drain_worker(controller: Any, worker_id: str, grace_s: float | None, say: Sa
 
 
 def drain_host(controller: Any, grace_s: float | None, say: Say) -> None:
-    """Let all workers of this process's host go; return when none is left there.
+    """Drain all workers of this process's host; return when none is left there.
 
-    They start elsewhere as soon as there is room; this host gets none any more.
+    They start elsewhere as soon as there is room; this host gets no new ones.
 
     Raises:
         ClusterError: The problem and the remedy.
-        Interrupted: By Ctrl-C; the workers still go.
+        Interrupted: By Ctrl-C; the workers still leave.
     """
     node_id = ray.get_runtime_context().get_node_id()
     _, grace_s = _facts_and_grace(controller, grace_s)
@@ -92,7 +92,7 @@ def drain_host(controller: Any, grace_s: float | None, say: Say) -> None:
         if names:
             say(_draining(sorted(names), grace_s))
         _wait_gone(lambda: names & workers_on(node_id), grace_s)
-    say("this host has no worker, and gets none")
+    say("this host has no worker, and gets no new ones")
 
 
 def move_worker(
@@ -138,7 +138,7 @@ def _end(controller: Any, actors: Mapping[str, Any]) -> None:
 
 
 def _facts_and_grace(controller: Any, grace_s: float | None) -> tuple[ClusterFacts, float]:
-    """Return the cluster's facts, and the grace; None: the cluster's stop_grace_s."""
+    """Return the cluster's facts, and the grace, by default its stop_grace_s."""
     with told_at_interrupt(NOTHING_CHANGED):
         facts: ClusterFacts = ask(controller.facts.remote())
     return facts, facts.config.stop_grace_s if grace_s is None else grace_s
@@ -166,7 +166,7 @@ def _draining(names: Collection[str], grace_s: float) -> str:
     what = "takes no new requests and leaves"
     if len(names) > 1:
         what = "take no new requests and leave"
-    return f"{', '.join(names)} {what}; running requests have {grace_s:g} s there"
+    return f"{', '.join(names)} {what}; running requests have {grace_s:g} s to end there"
 
 
 def _wait_served(actors: dict[str, Any], config: ClusterConfig, say: Say) -> None:
@@ -177,7 +177,7 @@ def _wait_served(actors: dict[str, Any], config: ClusterConfig, say: Say) -> Non
 
 
 def _listed(names: Collection[str]) -> Callable[[], Collection[str]]:
-    """Return what tells which of these workers Ray still has."""
+    """Return a function that tells which of these workers Ray still has."""
     return lambda: set(names).intersection(ray.util.list_named_actors())
 
 

@@ -145,7 +145,7 @@ def test_the_cluster_grows_and_shrinks_under_load_without_a_lost_token(host):
     assert grown[1].splitlines()[-1] == "the cluster has 1 prefill and 2 decode workers"
     assert drained[:2] == (
         0,
-        "decode-0 takes no new requests and leaves; running requests have 20 s there\n"
+        "decode-0 takes no new requests and leaves; running requests have 20 s to end there\n"
         "decode-0 has left\n",
     ), drained
     assert refused[0] == 2

@@ -12,7 +12,7 @@ from cluster.scale_out import drain_host, drain_worker, move_worker, scale_clust
 from cluster.scaling import ScalePlan
 
 FACTS = SimpleNamespace(config=load_config(None, {"model": "/models/tiny"}))
-LEAVES = "decode-1 takes no new requests and leaves; running requests have 7 s there"
+LEAVES = "decode-1 takes no new requests and leaves; running requests have 7 s to end there"
 
 
 class Cluster:
@@ -112,8 +112,10 @@ def test_a_host_is_drained_when_the_processes_of_its_workers_are_gone(monkeypatc
         with pytest.raises(StartError, match="decode-1 did not leave within 0 s"):
             drain_host(cluster, 7.0, said.append)
 
-    told = "decode-1, prefill-0 take no new requests and leave; running requests have 7 s there"
-    end = ["this host has no worker, and gets none"] if in_time else []
+    told = (
+        "decode-1, prefill-0 take no new requests and leave; running requests have 7 s to end there"
+    )
+    end = ["this host has no worker, and gets no new ones"] if in_time else []
     assert (asked, said) == ([("n1", 7.0)], [told, *end])
 
 

@@ -205,8 +205,8 @@ def test_a_host_that_goes_is_drained_under_load_without_a_failed_request(cluster
 
     assert told.splitlines() == [
         f"{', '.join(sorted(there))} take no new requests and leave; running requests have 10 s "
-        "there",
-        "this host has no worker, and gets none",
+        "to end there",
+        "this host has no worker, and gets no new ones",
     ]
     assert [each.error for each in records if each.error] == []
     assert sum(each.usage.pages_moved for each in records) > 0
