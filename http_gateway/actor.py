@@ -26,7 +26,7 @@ FIND_TIMEOUT_S = 5.0  # a restarting router answers later; until then clients ge
 @kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayStart:
-    """With what a gateway starts, each time; Ray keeps it."""
+    """What each start of a gateway gets; Ray stores it."""
 
     config: GatewayConfig
     host: str  # where clients connect; empty: the address of network_interface

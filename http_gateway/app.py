@@ -38,7 +38,7 @@ def build_app(link: RouterLink, config: GatewayConfig, *, is_local: bool) -> Req
     Args:
         link: The connection to the routers.
         config: Limits, and who may call.
-        is_local: Whether only this host can reach it.
+        is_local: Whether only this host can reach the gateway.
     """
     checks_host = is_local and "*" not in config.hosts
     metrics = Metrics()
@@ -86,7 +86,7 @@ def build_app(link: RouterLink, config: GatewayConfig, *, is_local: bool) -> Req
         middleware=middleware,
         exception_handlers={HTTPException: _no_endpoint},
     )
-    # Its target would be made of a scheme and a name that a proxy may have changed.
+    # A redirect's target would contain a scheme and a name that a proxy may have changed.
     app.router.redirect_slashes = False
     return RequestLog(app, metrics)
 

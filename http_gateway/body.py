@@ -12,7 +12,7 @@ from http_gateway.errors import ClientLeft, HttpError
 
 # Parsing a value delays all streams, by less than a tenth of a microsecond.
 MAX_VALUES = 1_000_000
-MAX_DIGITS = 4300  # of an integer: as many as Python reads
+MAX_DIGITS = 4300  # of an integer; Python reads no more
 MIB = 2**20
 _SEPARATORS = (b",", b"[", b"{")
 

@@ -83,7 +83,7 @@ class _Choice:
 
 
 def drop_without_effect(fields: Fields) -> dict[str, str]:
-    """Take the fields that change nothing; return the metadata, which some answers repeat."""
+    """Take the fields without effect; return the metadata, which some answers repeat."""
     fields.drop(*WITHOUT_EFFECT)
     return fields.texts("metadata")
 

@@ -36,8 +36,8 @@ class GatewayConfig:
     )
     max_connections: int = option(
         1000,
-        "Most open connections; one more takes the place of one that has sent no whole head for a "
-        "second since it was opened, or gets 503.",
+        "Most open connections; a further one takes the place of one that has sent no complete "
+        "head within a second of opening, or gets 503.",
         at_least=1,
     )
     max_prompts: int = option(64, "Most prompts of a request to /v1/completions.", at_least=1)
@@ -79,7 +79,7 @@ class GatewayConfig:
     allow_hosts: str = option(
         "",
         "Names by which clients without a tenant's token may address a gateway that listens on the "
-        "loopback address, separated by commas, or *; addresses and localhost always are.",
+        "loopback address, separated by commas, or *. Addresses and localhost are always allowed.",
         accepts=_are_hosts,
         accepted="host names separated by commas, such as llm.example.org, or *",
     )

@@ -51,7 +51,7 @@ class Connection(HttpToolsProtocol):
 
     Args:
         limits: The gateway's.
-        places: Of all its connections.
+        places: Those of all the gateway's connections.
         uvicorn: The arguments of uvicorn's protocols.
     """
 
@@ -172,7 +172,7 @@ class Connection(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
         if len(self.pipeline) >= MAX_PIPELINED:
-            message = f"more than {MAX_PIPELINED} requests wait here"
+            message = f"more than {MAX_PIPELINED} requests wait on this connection"
             self._stop_with(HttpError(400, message, code=TOO_MANY_WAIT))
         self._check_head()
         self._places.keep(self)
@@ -188,7 +188,7 @@ class Connection(HttpToolsProtocol):
         version = self.parser.get_http_version()
         if version not in VERSIONS:
             self._stop_with(_no_http(f"its version is {version}"))
-        # Whatever stands before the gateway may have looked at another one (RFC 9112, 3.2).
+        # A proxy before the gateway may have used another one of them (RFC 9112, 3.2).
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
             self._stop_with(_no_http(f"it has {num_hosts or 'no'} Host headers"))
@@ -239,7 +239,7 @@ class Connection(HttpToolsProtocol):
         """Answer a malformed request and close; only close while another is answered."""
         self._is_deaf = True
         if refusal.code == TOO_MANY_WAIT and self.pipeline:
-            self.pipeline[0][0].keep_alive = False  # the last one: those before are answered, too
+            self.pipeline[0][0].keep_alive = False  # the newest: older ones are answered, too
             return
         self.pipeline.clear()
         if self._is_answering:
@@ -253,7 +253,7 @@ class Connection(HttpToolsProtocol):
         self.close_gently()
 
     def give_way(self) -> None:
-        """Refuse a client that has asked for nothing, and close at once for a newcomer."""
+        """Refuse a client that has sent no request, and close at once, for a newcomer."""
         self._is_deaf = True
         if self._head_timer:
             self._head_timer.cancel()
@@ -328,7 +328,7 @@ class _GentleTransport:
 
 def _invalid(error: httptools.HttpParserError) -> HttpError:
     if isinstance(error, httptools.HttpParserCallbackError):
-        return _no_http("its target is malformed")  # which uvicorn takes apart
+        return _no_http("its target is malformed")  # uvicorn failed to parse it
     return _no_http("it begins as HTTP/2" if _HTTP_2 in str(error) else str(error))
 
 

@@ -252,7 +252,7 @@ class Endpoint:
                 check_host(exchange.host, self._config.hosts)
             body = await exchange.read_json() if self._reads_body else {}
             await exchange.run(self._answer(exchange, body))
-        except HttpError as error:  # of head or body
+        except HttpError as error:  # head or body is wrong
             await exchange.fail(error)
         except pagewire.PagewireError as error:  # of whoever asks
             await exchange.fail(http_error(error, exchange.rename_field))

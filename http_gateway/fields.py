@@ -51,7 +51,7 @@ class Fields:
         return field in self._left
 
     def text(self, field: str, default: str = "") -> str:
-        """Return a text, which UTF-8 can encode."""
+        """Return a text that UTF-8 can encode."""
         value = self._typed(field, str, "a string", default)
         self._check_encodable(field, value)
         return value

@@ -1,8 +1,8 @@
-"""By which names clients may address a gateway that listens for its own host alone.
+"""The names by which clients may address a gateway that only its own host can reach.
 
-A web page can have its own name resolve to the loopback address (DNS rebinding). To a browser the
-gateway then belongs to the page, which may call it and read its answers. Only the Host header tells
-such calls from those of programs of this host.
+A web page can make its own host name resolve to the loopback address (DNS rebinding). To a browser,
+the gateway then has the page's origin, so the page may call it and read its answers. Only the Host
+header distinguishes such calls from those of programs on this host.
 """
 
 import ipaddress
@@ -18,7 +18,7 @@ def check_host(value: str, names: Collection[str]) -> None:
     """Check a Host header.
 
     Args:
-        value: The header's value, NAME or NAME:PORT; empty: there is none, so no browser calls.
+        value: The header's value, NAME or NAME:PORT; empty: none, so the caller is no browser.
         names: Allowed names, in lower case, beside addresses and localhost.
 
     Raises:

@@ -1,8 +1,8 @@
 """The places of a gateway's connections: how many there are, and who gives way to a newcomer.
 
-Who opens a connection need not send anything. Without a rule, as many silent connections as there
-are places would keep everybody out, probes included, until their time for a head has passed; and
-whoever opens them again at once would do so for ever.
+A client that opens a connection need not send anything. Without a rule, as many silent connections
+as there are places would keep everybody else out, probes included, until their time for a head has
+passed. A client that then opens them again at once would keep others out forever.
 """
 
 from typing import Protocol
@@ -14,7 +14,7 @@ class Guest(Protocol):
     """A connection that has a place."""
 
     def give_way(self) -> None:
-        """End, as a newcomer takes the place."""
+        """End, because a newcomer takes the place."""
 
 
 class Places:
@@ -26,11 +26,11 @@ class Places:
 
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places
-        self._silent: dict[Guest, float] = {}  # that may have to give way |-> since when; in order
+        self._silent: dict[Guest, float] = {}  # may have to give way |-> since when; oldest first
         self._kept: set[Guest] = set()  # the others
 
     def take(self, guest: Guest, now: float) -> bool:
-        """Give a newcomer a place, if need be that of the oldest silent one; False: there is none.
+        """Give a newcomer a place, if need be the oldest silent one's; False: there is none.
 
         Args:
             guest: The newcomer.

@@ -129,7 +129,7 @@ class _Server(uvicorn.Server):
             self._tls = {
                 "ssl": context,
                 "ssl_handshake_timeout": handshake_s,
-                # asyncio waits for half a minute, and a stop with it, for a client to say goodbye.
+                # By default asyncio would wait half a minute for a client's goodbye, and so would a stop.
                 "ssl_shutdown_timeout": LINGER_S,
             }
 

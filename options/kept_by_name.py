@@ -1,9 +1,9 @@
-"""Settings that a process of newer code can still read.
+"""Settings that processes with newer code can still read.
 
-Ray keeps an actor's arguments, pickled, for as long as the actor lives; a process that it starts
-again after an upgrade reads them with the newer code. A frozen dataclass with slots is pickled as a
-list of values in the order of its fields: behind a new field, each option would get another one's
-value, and nobody would notice.
+Ray keeps an actor's arguments, pickled, for as long as the actor lives. A process that it restarts
+after an upgrade reads them with the newer code. A frozen dataclass with slots is pickled as a list
+of values in the order of its fields: after a new field, each option would get another one's value,
+and nobody would notice.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def kept_by_name(cls: type[T]) -> type[T]:
-    """Have a dataclass pickled as a mapping; a decorator above `dataclass`.
+    """Let a dataclass be pickled as a mapping. The decorator stands above `dataclass`.
 
     A field that the pickle lacks gets its default, and one that the class lacks is dropped.
     """
@@ -37,7 +37,7 @@ def _restore(self: Any, values: Mapping[str, Any]) -> None:
             value = each.default_factory()
         else:
             raise TypeError(
-                f"{type(self).__name__}: found no {each.name}, as other code made it; allowed: "
-                f"settings that have it; `pagewire down` and `pagewire up` make them anew"
+                f"{type(self).__name__}: found no {each.name}, because other code made it; "
+                "allowed: settings that have it; `pagewire down` and `pagewire up` make them anew"
             )
         object.__setattr__(self, each.name, value)

@@ -34,10 +34,10 @@ class FreePorts:
 
     Args:
         port_range: As for `is_port_range`.
-        fixed: Ports that options give to one server each; nobody else takes them.
+        fixed: Ports that options give to one server each; no other server takes them.
         option: The option that gives the range, for errors.
         is_in_order: Whether the lowest free port is taken, so that the first n ports are those of n
-            servers; else any is.
+            servers; otherwise any free port is.
     """
 
     port_range: str = ""
@@ -61,12 +61,12 @@ class FreePorts:
 
         Args:
             host: Where it listens.
-            listen: Listens on a port; raises OSError or RuntimeError if that is taken. Without a
-                range it is called once, with 0.
-            port: Not 0: the server's own port, which alone it takes.
+            listen: Listens on a port; raises OSError or RuntimeError if the port is taken. Without
+                a range it is called once, with 0.
+            port: The server's own port, the only one to try; 0: it has none.
 
         Raises:
-            NoPortFree: All are taken.
+            NoPortFree: All ports of the range are taken.
         """
         if port or not self.port_range:
             return listen(port)

@@ -34,12 +34,12 @@ Config = TypeVar("Config")
 @kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStart(Generic[Config]):
-    """With what a worker starts, each time; Ray keeps it."""
+    """What each start of a worker gets; Ray stores it."""
 
     settings: WorkerSettings
     config: Config  # limits and deadlines
     keys: PartyKeys  # prove its identity
-    # The actor that each start is announced to. A name, because Ray cannot restart an actor whose
+    # The actor to which each start is announced. A name, because Ray cannot restart an actor whose
     # arguments hold a handle of a dead actor.
     controller_name: str
 

@@ -6,7 +6,7 @@ WorkerError              reported to the caller
 ├── TimedOut             the call, or the request, took longer than it may
 ├── PassFailed           a pass that computed for it failed; another worker may succeed
 ├── EngineFailed         passes for it failed repeatedly, or drew no token
-├── InternalError        a bug of the worker ended it; the log says which
+├── InternalError        a bug in the worker ended it; the log says which
 ├── StaleIncarnation     the caller means another incarnation of this worker
 └── OtherContract        the caller speaks another version of the contract
 

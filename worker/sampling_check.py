@@ -12,7 +12,7 @@ from worker.identity import ModelInfo
 
 
 def constraint_refusal(constraint: Constraint, error: GrammarError) -> str:
-    """Return the message for a constraint that cannot be followed, alike in both pools."""
+    """Return the message for a constraint that cannot be followed, the same in both pools."""
     field = f"sampling.constraint.{constraint.kind.value}"
     return f"{field}: found {error.found}; allowed: {error.allowed}"
 
