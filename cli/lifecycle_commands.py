@@ -19,7 +19,7 @@ from observability.logs import configure_logging
 from pagewire.cli.standard_output import say
 
 GRACE_HELP = (
-    "Time for running requests to end; when a worker leaves, the rest continues elsewhere. "
+    "Time for running requests to end; when a worker leaves, unfinished ones continue elsewhere. "
     "Default: the cluster's stop_grace_s."
 )
 PrefillFlag = Annotated[
@@ -62,7 +62,7 @@ HereFlag = Annotated[
     bool,
     typer.Option(
         "--here",
-        help="All workers of this host: they start elsewhere when there is room. Ray starts "
+        help="All workers of this host. They start elsewhere when there is room; Ray starts "
         "nothing more here until its node is started again.",
     ),
 ]
@@ -160,7 +160,7 @@ def scale(
 def drain(config: ClusterConfig, worker: str | None, here: bool, grace_s: float | None) -> None:
     """Let a worker finish its requests and leave.
 
-    With --here, all workers of this host, which is about to go: they start again elsewhere.
+    With --here, drain all workers of this host before it is removed; they start again elsewhere.
     """
     if here is (worker is not None):
         found = f"{worker!r} and --here" if here else "neither"

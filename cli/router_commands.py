@@ -57,10 +57,11 @@ def router(config: ClusterConfig, controller: str, keys: Path, share_port: bool)
 
     Ctrl-C or SIGTERM ends it. It needs neither Ray nor torch, only the model's tokenizer and the
     cluster's options in --config. It may start before the cluster, and is ready once the controller
-    has told it the workers. A client that loses a router continues at another one.
+    has sent it the list of workers. A client that loses a router continues at another one.
     """
     if config.model is None:
-        raise ConfigError("model is not set; give the folder with the tokenizer by --model")
+        allowed = "a folder with the tokenizer, as in --model PATH"
+        raise ConfigError(f"model: found none; allowed: {allowed}")
     try:
         check_address(controller)
         router_keys = read_router_keys(keys)
@@ -125,8 +126,8 @@ async def _serve(
 def router_keys(config: ClusterConfig, file: Path) -> None:
     """Write the keys that `pagewire router` needs.
 
-    By them a router proves that it belongs to a cluster. They come from the running cluster, or
-    from the --secret-file of its start.
+    With them, a router proves that it belongs to a cluster. They come from the running cluster, or
+    from the --secret-file with which it was started.
     """
     try:
         if config.secret_file:

@@ -301,12 +301,12 @@ def check_items(field: str, value: object, allowed: str) -> list[Any]:
 
 
 def did_you_mean(name: object, names: Collection[str], prefix: str = "") -> str:
-    """Return what to say after an unknown name was found; empty: no known one is near.
+    """Return the hint that follows an unknown name; empty: no known name is near.
 
     Args:
         name: As the caller wrote it.
         names: The known ones.
-        prefix: Of them as the error shows them: "tools[0]."
+        prefix: Stands before them in the error: "tools[0]."
     """
     import difflib  # only errors need it
 

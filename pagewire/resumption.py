@@ -1,9 +1,9 @@
 """A Generate call that outlives its router: the next one gets everything received so far.
 
-Before the first message nothing was delivered, and a call that is lost, or that a router cannot
-serve yet, is repeated, for a second at most after the loss or its beginning, so that a caller
-learns soon that it is not served. Afterwards another router, or the same one when it is back,
-continues from what was received. The client's limit bounds the search for it.
+Before the first message, nothing has been delivered. A call that is lost, or that a router cannot
+serve yet, is then repeated, for at most a second after its start or the loss, so that a caller soon
+learns that it is not served. After the first message, another router, or the same one when it is
+back, continues from what was received. The client's limit bounds the search for that router.
 """
 
 import asyncio

@@ -116,7 +116,7 @@ class Routers:
         channel_factory: Opens a channel to one of them.
         explain: Finds a better error, given that of a call that reached no router, and the address.
         token: Identifies the tenant of a client's calls; empty: none.
-        patience_s: How long `call` tries again; 0: each address once.
+        patience_s: How long `call` keeps trying; 0: it tries each address once.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Routers:
     async def _call_each(
         self, method: str, request: object, timeout_s: float, deadline: float, metadata: Metadata
     ) -> Any:
-        """Return the answer of the first router that serves, or the failure of the last one."""
+        """Return the answer of the first router that serves, or else the last router's failure."""
         loop = asyncio.get_running_loop()
         last: CallFailure | None = None
         for _ in self.addresses:
@@ -230,12 +230,12 @@ class Routers:
         self._current = (self.addresses.index(address) + 1) % len(self.addresses)
 
     def pass_over(self, address: str) -> None:
-        """Use the next router for further calls, unless another one than this is in use already."""
+        """Use the next router for further calls, unless one other than this is already in use."""
         if address == self.address:
             self._current = (self._current + 1) % len(self.addresses)
 
     def leave(self, address: str) -> None:
-        """Use the next router, unless another one than this is in use already.
+        """Use the next router, unless one other than this is already in use.
 
         If there is no other one, reconnect to this address: another router may now be behind it.
         """

@@ -23,8 +23,8 @@ _NO_CERTIFICATE = (
 )
 
 
-# Without slots, so that pickles have the fields by name: newer code may read what a gateway's actor
-# was given.
+# Without slots, so that pickles hold the fields by name: newer code may read the arguments of a
+# gateway's actor.
 @dataclass(frozen=True, kw_only=True)
 class Tls:
     """Connect over TLS. Files are in PEM, and read again when they change.

@@ -476,7 +476,7 @@ def _is_stopping(status: status_pb2.Status) -> bool:
 
 
 def _is_unready(code: grpc.StatusCode, details: status_pb2.Status) -> bool:
-    """Tell a router's own UNAVAILABLE, such as that of one without workers."""
+    """Return whether a router itself answered UNAVAILABLE, for instance without workers."""
     return code is grpc.StatusCode.UNAVAILABLE and bool(details.code) and not _is_stopping(details)
 
 
