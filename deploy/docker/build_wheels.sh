@@ -7,7 +7,7 @@ python=${PYTHON:-python3}
 tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
 
-# From a copy: setuptools takes what an earlier build has left in a tree.
+# From a copy: setuptools also takes what an earlier build has left in a tree.
 packages=$("$python" - "$root/pyproject.toml" "$root/server/pyproject.toml" <<'END'
 import sys, tomllib
 

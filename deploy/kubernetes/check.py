@@ -2,7 +2,7 @@
 
 python -m deploy.kubernetes.check deploy/kubernetes/overlays/production
 
-The API server accepts any `cluster.yaml`, kustomize any patch that matches nothing, and KubeRay
+The API server accepts any `cluster.yaml`, and kustomize accepts patches that match nothing; KubeRay
 then replaces all pods. Each fault is a line: the file or field, what was found, what is allowed.
 """
 
@@ -25,7 +25,7 @@ from options.yaml_text import YamlError, parse_yaml
 
 FILE = "kustomization.yaml"
 RENDER_TIMEOUT_S = 60.0
-# Of kustomize 5, by the field that has them. Those of other fields are left to kustomize itself.
+# Section |-> its fields in kustomize 5. Kustomize itself checks those of other sections.
 _GENERATOR = "name namespace behavior files literals envs env options"
 FIELDS = {
     "": "apiVersion kind metadata namespace namePrefix nameSuffix resources components "
@@ -47,7 +47,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("overlay", type=Path, help="Folder of the overlay.")
     parser.add_argument("--kubectl", default="kubectl", help="The program kubectl.")
     given = parser.parse_args(words)
-    # A patch is compared with what kustomize renders, and that it does only without other faults.
+    # Patches are compared with what kustomize renders, which takes an overlay without other faults.
     faults = list(written_faults(given.overlay)) or list(
         rendered_faults(given.overlay, given.kubectl)
     )
@@ -171,7 +171,7 @@ def _missing_places(config: ClusterConfig, cluster: Any) -> Iterator[str]:
         if number > places:
             yield (
                 f"cluster.yaml: {pool}: found {number} workers; allowed: {places}, as many as the "
-                f"pods' {bound} have places of pagewire-{pool}"
+                f"pods' {bound} give places of pagewire-{pool}"
             )
 
 
