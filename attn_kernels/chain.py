@@ -1,11 +1,11 @@
 """Launches that are scheduled before the launch before them has ended.
 
-A chained launch is scheduled once each program of the launch before it has ended or has let
-dependents come. It waits itself, before it reads or writes anything, until that launch has ended
-and its results are visible, and lets its own dependents come only then, if before its end at all.
-What is gained is the time in which a launch is set up. At most two launches of a chain run at once,
-and all earlier ones have ended. Attention over shared prefixes and the decode kernel behind it have
-an arrangement of their own (OVERLAPS).
+A chained launch is scheduled once each program of the launch before it has ended or has released
+its dependents. Before it reads or writes anything, it waits until that launch has ended and its
+results are visible. It releases its own dependents only after this wait, or at its end. The gain is
+the time in which a launch is set up. At most two launches of a chain run at once, and all earlier
+ones have ended. Attention over shared prefixes and the decode kernel after it have an arrangement
+of their own (OVERLAPS).
 
 Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
@@ -33,8 +33,8 @@ def may_chain(tensor: Tensor) -> bool:
 def wait_for_launch_before() -> None:
     """Wait for the launch before, then let the next one be scheduled.
 
-    Every program of a chained kernel waits, by this or by `gdc_wait` alone. If all ended without,
-    the next launch could run beside the one before.
+    Every program of a chained kernel waits, by this or by `gdc_wait` alone. If all ended without
+    waiting, the next launch could run beside the one before.
     """
     cuda.gdc_wait()
     cuda.gdc_launch_dependents()

@@ -261,14 +261,14 @@ def is_idle(status: ClusterStatus) -> bool:
 
 
 def _gpu_memory_mib(run: Run, *also: int) -> dict[str, int]:
-    """Return the GPU memory of each worker, and of more processes under the name "gone"."""
+    """Return each worker's GPU memory, MiB, and that of further processes, as "gone"."""
     pids = {run.cluster.pid(name): name for name in SIDES.values()}
     pids |= {pid: "gone" for pid in also if pid not in pids}
     return {pids[pid]: mib for pid, mib in gpu_memory_of(pids).items()}
 
 
 def _memory_growth(before_mib: dict[str, int], victim_pid: int, run: Run) -> list[int]:
-    """Return the growth of each worker's GPU memory, once it no longer shrinks; [] without GPUs.
+    """Return how much each worker's GPU memory has grown in the end, MiB; [] without GPUs.
 
     Memory of a process that was killed counts as growth until it is given back.
     """

@@ -23,7 +23,7 @@ def conditions(program: str, commit_of: str = "") -> Row:
         program: The name of its module.
         commit_of: The commit to record; empty: that of this tree.
     """
-    # Folders are the host's own.
+    # Without folders, which differ from host to host.
     words = [Path(word).name if Path(word).parent.is_dir() else word for word in sys.argv[1:]]
     return {
         "command": " ".join([f"python -m benchmarks.{program}", *words]),

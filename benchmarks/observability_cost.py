@@ -2,10 +2,10 @@
 
     python -m benchmarks.observability_cost --out benchmarks/results/observability-cost-cpu.json
 
-Each case runs the calls that exist only for metrics or traces, as a process makes them. It is
-charged with the CPU time of all threads, for traces up to the bytes that would be sent. What a plan
-counts of shared prefixes, once for many steps, is left out. Shares refer to figures of the same
-result folder: a step of decode in the engine alone, and the router's CPU for a token of 256
+Each case runs the calls that exist only for metrics or traces, as a process makes them. Its cost is
+the CPU time of all threads; for traces, it includes making the bytes that would be sent. What a
+plan counts of shared prefixes, once for many steps, is left out. Shares refer to figures of the
+same result folder: a step of decode in the engine alone, and the router's CPU for a token of 256
 streams.
 """
 

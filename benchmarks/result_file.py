@@ -92,7 +92,7 @@ class ResultFile:
 
 
 def write_result(path: Path | None, result: Row) -> None:
-    """Write a whole result; None: nowhere."""
+    """Write a whole result to a path; None: write nothing."""
     if path is not None:
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
