@@ -22,9 +22,9 @@ SETTINGS = gc.get_freeze_count(), gc.get_threshold(), sys.getswitchinterval()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """Undo what a process does to itself that a test serves in (`settle_process`).
+    """Undo what `settle_process` does to the process in which a test serves.
 
-    What was frozen is else never collected: a worker in a cycle keeps its weights and pages.
+    Otherwise what was frozen is never collected: a worker in a cycle keeps its weights and pages.
     """
     yield
     frozen, threshold, interval = SETTINGS
@@ -36,7 +36,7 @@ def pytest_runtest_teardown() -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse a pytest-xdist that does not heed groups: its 3.8.0 does not with pytest 9.2."""
+    """Refuse a pytest-xdist that ignores groups, as 3.8.0 does with pytest 9.2."""
     is_apart = item.get_closest_marker("xdist_group") and "@" not in item.nodeid.rpartition("]")[2]
     if is_apart and getattr(item.config.option, "loadgroup", False):
-        pytest.fail("pytest-xdist does not keep its group in one process; see pyproject.toml")
+        pytest.fail("pytest-xdist does not keep a group in one process; see pyproject.toml")

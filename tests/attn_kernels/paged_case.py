@@ -126,7 +126,7 @@ class PagedCase:
         )
 
     def _changed(self, **changes: Any) -> "PagedCase":
-        """The same with other page tables, among others."""
+        """The same case with changes, among them other page tables."""
         return replace(self, kv_page_indptr=None, kv_page_indices=None, **changes)
 
 

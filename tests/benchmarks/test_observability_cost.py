@@ -1,4 +1,4 @@
-"""Metrics cost little beside what they tell of; traces are exported."""
+"""Metrics cost little beside what they measure; traces are exported."""
 
 from benchmarks.observability_cost import measure
 

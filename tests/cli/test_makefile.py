@@ -1,4 +1,4 @@
-"""How the targets that run a cluster end, and what is done where a prerequisite cannot be had."""
+"""How targets that run a cluster end, and what happens where a prerequisite is not available."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ INSTALLING = """#!/bin/sh
 echo "ERROR: No matching distribution found" >&2
 exit {code}
 """
-# What `make test` takes promtool with.
+# What `make test` fetches promtool with.
 APT_GET = """#!/bin/sh
 case "$*" in
     *update) exit {code} ;;

@@ -83,10 +83,10 @@ async def say(session: Session, submit: worker_pb2.SubmitRequest) -> None:
 async def controller_and_worker(
     token_s: float = 0.02, port: int = 0
 ) -> AsyncIterator[tuple[str, ScriptedWorker]]:
-    """A controller that knows one decode worker, whose tokens take so long each.
+    """A controller that knows one decode worker.
 
     Args:
-        token_s: Seconds.
+        token_s: Seconds that the worker takes for each token.
         port: The controller's; 0: a free one.
     """
     worker = ScriptedWorker("decode-0", token_s=token_s, serve=say)
@@ -114,7 +114,7 @@ def start(controller: str, keys: Path, model: Path, *arguments: str) -> subproce
 
 
 def ready_address(router: subprocess.Popen[str]) -> str:
-    """Wait until it is ready."""
+    """Wait until a router is ready; return its address."""
     said = []
     for line in router.stdout:
         said.append(line)
@@ -127,7 +127,7 @@ def ready_address(router: subprocess.Popen[str]) -> str:
 async def routers(
     count: int, *arguments: Any
 ) -> AsyncIterator[list[tuple[str, subprocess.Popen[str]]]]:
-    """Processes that serve; yields them by address. What lives is killed at the end."""
+    """Processes that serve; yields them with their addresses, and kills them at the end."""
     started = [start(*arguments) for _ in range(count)]
     try:
         found = []

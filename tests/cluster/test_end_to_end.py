@@ -376,7 +376,7 @@ def test_a_worker_that_ray_has_given_up_comes_back(cluster):
 
 def test_constrained_answers_keep_their_form_and_their_words_across_a_kill(cluster):
     forms = long_forms(60 if cluster.device == "cpu" else 400)
-    # Turned by one, so that both workers get each form.
+    # The second half is rotated by one, so that both workers get each form.
     held = [(form, {"temperature": 0.0}) for form in forms]
     held += [(form, {"temperature": 1.5, "seed": 7}) for form in forms[1:] + forms[:1]]
     requests = [
@@ -398,7 +398,7 @@ def test_constrained_answers_keep_their_form_and_their_words_across_a_kill(clust
 
 
 def long_forms(length):
-    """Constraints whose texts have about `length` tokens or more, each with a judge of texts."""
+    """Return constraints on texts of about `length` tokens or more, each with a judge."""
     schema = {
         "type": "object",
         "properties": {

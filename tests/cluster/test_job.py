@@ -1,7 +1,7 @@
 """A job of Ray's dashboard ships the code, starts a cluster, and ends; the cluster stays.
 
-The dashboard needs packages that nothing else does. `make thorough` puts them into an environment
-of their own, beside that of the tests, whose packages it sees.
+The dashboard needs packages that nothing else needs. `make thorough` installs them in their own
+environment, which also sees the packages of the tests.
 """
 
 import os
@@ -42,7 +42,7 @@ pytestmark = [
 
 @pytest.fixture
 def head(tmp_path):
-    """A head of Ray with its dashboard; it sees no code of the product."""
+    """A Ray head with its dashboard; it does not see Pagewire's code."""
     port, dashboard, client = free_port(), free_port(), free_port()
     environment = {
         name: value

@@ -253,7 +253,7 @@ def test_the_addresses_of_the_interface_are_those_that_must_not_be_in_clear(monk
 
 @pytest.fixture
 def placed(monkeypatch):
-    """What actors are placed with, by name: options, and with what they start."""
+    """What each actor, by name, is placed with: its options, and what its start gets."""
     placed = {}
     monkeypatch.setattr(
         placement,

@@ -90,7 +90,7 @@ def test_an_interrupted_drain_says_that_the_worker_leaves_nevertheless(monkeypat
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_host_is_drained_when_the_processes_of_its_workers_are_gone(monkeypatch, in_time):
-    """Those that were there at first: Ray may have none of their names yet elsewhere."""
+    """Only the first ones count; Ray may not have their names on another host yet."""
     cluster = Cluster(monkeypatch, interrupted_at=None)
     asked = []
     cluster.evacuate = SimpleNamespace(

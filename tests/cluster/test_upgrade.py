@@ -1,4 +1,4 @@
-"""Upgrades of a running cluster, as processes: with newer settings, and over a second cluster.
+"""Upgrades of a running cluster, as processes: to newer settings, and through a second cluster.
 
 The newer code is a copy of this one, which the test changes.
 """
@@ -96,7 +96,7 @@ def test_new_settings_come_by_a_restart_and_a_new_contract_by_a_second_cluster(h
     old, new = hosts
     first = old.up()
 
-    # Settings that are new in the middle of those that Ray has kept.
+    # New settings, between those that Ray has stored.
     change(
         old.code,
         "worker/process.py",

@@ -566,9 +566,9 @@ def test_another_difference_is_found(rendered):
     ],
 )
 def test_ray_waits_for_what_ends_running_requests(rendered, pod, title, waits):
-    """Of processes that are named as Ray and the image name them, with another prefix.
+    """Tested with processes named as Ray and the image name theirs, but with another prefix.
 
-    Workers are drained first; this is what follows if nobody takes that order.
+    The hook drains workers first; this is what follows if the drain is refused.
     """
     here = f"t{uuid.uuid4().hex}"
     (found,) = [each for each in rendered["production"].pods if each.where == pod]

@@ -1,4 +1,4 @@
-"""What an installation tells its users names nothing that only the repository has."""
+"""Messages of an installation name no file that only the repository has."""
 
 import ast
 import re

@@ -160,7 +160,7 @@ NO_WORKER = error_details_pb2.ErrorInfo(reason="NO_WORKER", domain="pagewire")
 
 
 def unready(times, details, seen):
-    """A router that has no worker at first, as often as said."""
+    """A router that has no worker for its first `times` calls."""
 
     async def script(request, context):
         seen.append(time.monotonic())

@@ -107,7 +107,7 @@ class Environment:
         ]
         for folder in {each.parent for each in files}:
             (self.site / folder).mkdir(parents=True, exist_ok=True)
-        for each in map(str, files):  # thousands: paths as objects would take seconds
+        for each in map(str, files):  # there are thousands: Path objects would take seconds
             os.symlink(f"{base}/{each}", f"{self.site}/{each}")
 
     def run(self, *words: object) -> subprocess.CompletedProcess[str]:
@@ -180,7 +180,7 @@ def client(wheels, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def light(wheels, tmp_path_factory):
-    """An environment as `pip install pagewire[router]` makes it, and the image of routers."""
+    """An environment as `pip install pagewire[router]` and the image of routers make it."""
     environment = Environment(tmp_path_factory.mktemp("light"))
     for each in wheels.values():
         environment.install(each)

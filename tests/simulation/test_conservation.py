@@ -1,4 +1,4 @@
-"""Calls of all kinds while everything comes and goes: afterwards nothing is held for any of them.
+"""Calls of all kinds while everything comes and goes: in the end nothing is held for any of them.
 
 Clients leave, stop reading or send nonsense, streams carry many calls, tenants reach their limits,
 deadlines pass, workers die and drain, and routers stop and come back, all at random from a seed.
@@ -72,7 +72,7 @@ def some_spec(rng: random.Random, prefixes: list[tuple[int, ...]]) -> RequestSpe
 
 
 class Stream:
-    """A GenerateMany stream of a caller who does anything; checks the tokens that arrive."""
+    """A GenerateMany stream of a caller who may do anything; checks the tokens that arrive."""
 
     def __init__(self, rng: random.Random, stub: Any, token: str) -> None:
         self._rng = rng
@@ -178,7 +178,7 @@ class Stream:
 
 
 class Run:
-    """One run; `violations` is empty after a right one."""
+    """One run; `violations` is empty after one without faults."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(f"conservation/{seed}")

@@ -80,7 +80,7 @@ def run(family: str, seed: int) -> RunResult:
 
 
 def _blocks() -> list[Any]:
-    """Return blocks of seeds; `make thorough` has four fifths of large families'."""
+    """Return blocks of seeds; of large families, four fifths run only in `make thorough`."""
     wanted = os.environ.get("PAGEWIRE_SEEDS")
     blocks = []
     for family, (_, num_seeds) in FAMILIES.items():

@@ -11,7 +11,7 @@ HOST = "127.0.0.1"
 
 
 def free_port() -> int:
-    """Return a port of this host that nobody listens at."""
+    """Return a port of this host on which nobody listens."""
     source = random.SystemRandom()  # processes of tests choose independently
     for _ in range(100):
         port = source.randint(FIRST, LAST)

@@ -10,11 +10,11 @@ from kv_cache.prefix_cache import PrefixCache
 from kv_cache.radix_tree import RadixTree, TreePage
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-Right = Callable[..., Any]  # what a bug stands in for
+Right = Callable[..., Any]  # what a bug replaces
 
 
 def instead_of(owner: object, name: str) -> Callable[[Callable[..., Any]], Plant]:
-    """Have a function plant itself as an attribute; it gets the right one as first argument."""
+    """Make a function plant itself as an attribute; its first argument is the right function."""
 
     def decorate(wrong: Callable[..., Any]) -> Plant:
         @wraps(wrong)
@@ -40,5 +40,5 @@ def who_used_it_longest_ago_goes_first(
     *,
     salt: bytes | None = None,
 ) -> list[TreePage]:
-    """Also where only pages of the tenant that is over its quota may go."""
+    """Evict so even where only pages of the tenant over its quota may go."""
     return right(self, num_pages, is_evictable)
