@@ -13,7 +13,7 @@ Written by `make docs`; a test compares it with the code.
 
 Set options in a YAML file (`pagewire serve --config cluster.yaml`) or, except those of `pools`, as
 flags of `serve`, `up` and `demo`: `router.max_active_requests` is `--router-max-active-requests`.
-Flags override the file, the file overrides the defaults, some of which differ in `demo` and on
+Flags override the file, and the file overrides the defaults. Some defaults differ in `demo` and on
 CPUs: `--help` shows those of the command. Unknown options, repeated options and invalid values end
 the command with exit code 2. One line for each names the file or the flag, the option and, for a
 value, what was found and what is allowed.

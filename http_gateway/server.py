@@ -129,7 +129,7 @@ class _Server(uvicorn.Server):
             self._tls = {
                 "ssl": context,
                 "ssl_handshake_timeout": handshake_s,
-                # By default asyncio would wait half a minute for a client's goodbye, and so would a stop.
+                # asyncio, and so a stop, would wait half a minute for a client's goodbye.
                 "ssl_shutdown_timeout": LINGER_S,
             }
 

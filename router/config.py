@@ -56,8 +56,8 @@ class RouterConfig:
     )
     tenants_file: str = option(
         "",
-        "File with the allowed tenants and their limits; `pagewire tokens new` begins one. Empty: "
-        "any client may call.",
+        "File with the allowed tenants and their limits; `pagewire tokens new` makes an entry. "
+        "Empty: any client may call.",
     )
     max_backlog_s: float = option(
         0.5,
