@@ -32,8 +32,8 @@ def check_interfaces(config: ClusterConfig) -> None:
     given = os.environ.get(NCCL_VARIABLE, "")  # which all workers are given
     if given and wanted and given.removeprefix("=") != wanted:
         raise ConfigError(
-            f"nccl_interface is {wanted!r}, and {NCCL_VARIABLE} is {given!r} in the environment; "
-            "they must be equal, or only one of them set"
+            f"nccl_interface: found {wanted!r}, and {NCCL_VARIABLE} is {given!r} in the "
+            "environment; allowed: the same value in both, or only one of them"
         )
     if wanted and not config.ray_address:
         _address_on(wanted, "nccl_interface")

@@ -164,9 +164,15 @@ def plan_move(
     _check_known(workers, "WORKER", worker_id)
     to = pool if pool in ROLES else pool.partition("-")[2]
     if pool_of(worker_id) == pool:
-        raise ConfigError(f"--to is {to!r}, where {worker_id} is already; nothing has changed")
+        raise ConfigError(
+            f"--to: found {to!r}, where {worker_id} is already; allowed: another pool; nothing has "
+            "changed"
+        )
     if role_of(pool) == "prefill" and not workers.of_role("prefill"):
-        raise ConfigError(f"--to is {to!r}; {_reason('prefill', ())}")
+        raise ConfigError(
+            f"--to: found {to!r}; allowed: a pool of decode workers, because "
+            f"{_reason('prefill', ())}"
+        )
     if device == "cuda" and config.workers_per_gpu > 1:
         raise ConfigError(
             f"workers_per_gpu: found {config.workers_per_gpu}; allowed: 1 where workers move, "
@@ -174,11 +180,13 @@ def plan_move(
         )
     if worker_id not in workers.answering:
         raise ConfigError(
-            f"WORKER is {worker_id!r}, which has not been heard from lately; it can move when it "
-            "serves; see `pagewire status`"
+            f"WORKER: found {worker_id!r}, which has not been heard from lately; allowed: a worker "
+            "that serves; see `pagewire status`"
         )
     if len(workers.of(pool)) == MOST_WORKERS:
-        raise ConfigError(f"--to is {to!r}, which has {MOST_WORKERS} workers already, the most")
+        raise ConfigError(
+            f"--to: found {to!r}, which has {MOST_WORKERS} workers; allowed: a pool with fewer"
+        )
     _check_remaining(workers, role_of(worker_id), [worker_id], verb="moved")
     return next(_free_names(workers, pool))
 
@@ -207,15 +215,16 @@ def check_restart(workers: ClusterWorkers, worker_id: str) -> None:
     _check_known(workers, "NAME", worker_id)
     if worker_id not in workers.answering:
         raise ConfigError(
-            f"NAME is {worker_id!r}, which has not been heard from lately; it restarts by "
-            "itself when it can; see `pagewire status`"
+            f"NAME: found {worker_id!r}, which has not been heard from lately; allowed: a worker "
+            "that serves; this one restarts by itself when it can; see `pagewire status`"
         )
     role = role_of(worker_id)
     others = [each for each in workers.of_role(role) if each != worker_id]
     if others and not workers.answering.intersection(others):
         raise ConfigError(
-            f"NAME is {worker_id!r}, the last {role} worker that serves now, while "
-            f"{', '.join(others)} restart or are not there; wait for one, or drain it first"
+            f"NAME: found {worker_id!r}, the last {role} worker that serves now, while "
+            f"{', '.join(others)} cannot; allowed: a worker beside which another one serves; wait "
+            "until another one does, or drain the others first"
         )
 
 

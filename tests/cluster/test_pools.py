@@ -86,7 +86,7 @@ REFUSED = (
     ("scale --pool spare=two", "--pool: found 'spare=two'; allowed: a pool and the num"),
     ("scale --pool spare=-1", "--pool spare: found -1; allowed: 0 to 1024, because "),
     ("scale --decode 0", "--decode: found 0; allowed: 1 to 1024, because the last decode worke"),
-    ("move decode-0 --to decode", "--to is 'decode', where decode-0 is already"),
+    ("move decode-0 --to decode", "--to: found 'decode', where decode-0 is already"),
     ("move decode-0 --to spar", "--to: found 'spar'; allowed: prefill, decode"),
     ("move decode-7 --to prefill", "WORKER: found 'decode-7'; allowed: prefil"),
     ("move decode-0 --to prefill", "decode-0 cannot be moved: the last decode wor"),

@@ -293,7 +293,7 @@ def test_an_interface_for_nccl_is_named_in_one_place(monkeypatch, variable, is_r
 
     if is_refused:
         with pytest.raises(
-            ConfigError, match=rf"is 'eth0', and NCCL_SOCKET_IFNAME is '{variable}'"
+            ConfigError, match=rf"found 'eth0', and NCCL_SOCKET_IFNAME is '{variable}'"
         ):
             check_interfaces(config)
     else:

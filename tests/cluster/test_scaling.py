@@ -206,7 +206,7 @@ def test_a_worker_that_moves_gets_the_lowest_free_name_of_the_other_pool():
             "decode-1",
             "decode",
             TWO_AND_TWO,
-            "--to is 'decode', where decode-1 is already; nothing has changed",
+            "--to: found 'decode', where decode-1 is already; allowed: another pool; nothing has ",
         ),
         (
             "prefill-0",
@@ -231,19 +231,19 @@ def test_a_worker_that_moves_gets_the_lowest_free_name_of_the_other_pool():
             "decode-0",
             "prefill",
             workers("prefill-0", "decode-0", "decode-1", silent=["decode-0"]),
-            "WORKER is 'decode-0', which has not been heard from lately; it can move when it se",
+            "WORKER: found 'decode-0', which has not been heard from lately; allowed: a worker ",
         ),
         (
             "decode-0",
             "prefill",
             workers("decode-0", "decode-1"),
-            "--to is 'prefill'; the cluster was started without prefill worke",
+            "--to: found 'prefill'; allowed: a pool of decode workers, because the cluster was s",
         ),
         (
             "decode-0",
             "prefill",
             workers(*worker_ids(1024, 2)),
-            "--to is 'prefill', which has 1024 workers already, the most",
+            "--to: found 'prefill', which has 1024 workers; allowed: a pool with fewer",
         ),
     ],
 )
