@@ -141,9 +141,9 @@ class ClusterConfig:
     )
     worker_metrics_ports: str = option(
         "",
-        "Range of the ports of the workers' own metrics for Prometheus, FIRST-LAST, as in "
-        "9401-9408; empty: none. A host needs one for each worker, which takes the lowest free "
-        "one, on the address of its other ports. With TLS, Prometheus needs a certificate of "
+        "Range of the ports on which workers serve their own metrics to Prometheus, FIRST-LAST, "
+        "as in 9401-9408; empty: none. A host needs one for each worker. A worker takes the lowest "
+        "free one, on the address of its other ports. With TLS, Prometheus needs a certificate of "
         "tls.authority_file.",
         accepts=is_port_range,
         accepted="two ports of 1024 to 65535, as in 9401-9408",

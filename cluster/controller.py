@@ -282,7 +282,7 @@ class ControllerActor:
         return names
 
     async def forget(self, names: Collection[str]) -> None:
-        """Forget workers that a command has ended, or they would be replaced."""
+        """Forget workers that a command has ended, so that they are not replaced."""
         for worker_id in names:
             self._forget(worker_id)
         self._publish()
@@ -413,9 +413,9 @@ class ControllerActor:
                 log.exception("replacing_failed")
 
     def _replace_missing(self, existing: frozenset[str]) -> None:
-        """Place the workers again that have served, are to stay, and are no actors any more.
+        """Place workers again that have served and are to stay, but whose actors are gone.
 
-        Ray gives an actor up if its process cannot load the code, perhaps for a moment only; and
+        Ray gives up an actor whose process cannot load the code, even if only for a moment, and
         any user of Ray can end one.
         """
         if self._is_closed:

@@ -47,7 +47,7 @@ def check_same(
         asked: The requested one.
 
     Returns:
-        A line for each requested number of workers that it had at its start, and now has not.
+        A line for each requested number of workers that it had at its start, but no longer has.
 
     Raises:
         ConfigError: Has a line for each option that differs, with both values.

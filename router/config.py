@@ -120,8 +120,8 @@ class RouterConfig:
     )
     connect_timeout_s: float = option(
         5.0,
-        "Time limit of the first call to a worker, and for requests that wait for a prefill worker "
-        "to answer it.",
+        "Time limit of the first call to a worker, and for requests that wait until a prefill "
+        "worker answers that call.",
         at_least=0,
     )
     reconnect_delay_s: float = option(0.2, "Pause between attempts to reach a worker.", at_least=0)

@@ -1,9 +1,9 @@
 """Introduces prefill workers to decode workers, before a request needs them.
 
 A connection takes two workers some round trips, with NCCL up to seconds. It is made as soon as the
-router knows both. A decode worker also asks those whom it was last told when all candidates of a
-request have failed: they may have left while it waited. So it hears of each change, also while it
-drains. A failure here costs nothing: the first request connects then.
+router knows both. If all candidates of a request fail, perhaps because they left while it waited, a
+decode worker also asks the prefill workers that it was last told of. So it hears of each change,
+even while it drains. A failure here costs nothing: the first request then connects.
 """
 
 import asyncio

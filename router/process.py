@@ -200,8 +200,8 @@ class RouterProcess:
         except OSError as error:
             reason = error.strerror or str(error)
             raise PortTaken(
-                f"router.metrics_port is {port}, on which nothing can listen at {host}: {reason}; "
-                "choose another, or 0 for no metrics"
+                f"router.metrics_port: found {port}, on which nothing can listen at {host}: "
+                f"{reason}; allowed: a free port, or 0 for no metrics"
             ) from error
         log.info("metrics_ready", extra=fields(address=join_address(host, self._metrics.port)))
 

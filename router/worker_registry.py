@@ -196,7 +196,7 @@ class WorkerRegistry:
         return [w for w in self._workers.values() if w.member.pool == pool and w.state == "READY"]
 
     def serving(self, pool: PoolName) -> list[Worker]:
-        """Return the workers of a pool that have requests or take some: also those that drain."""
+        """Return the workers of a pool that have or take requests, draining ones included."""
         return [
             w
             for w in self._workers.values()
@@ -204,7 +204,7 @@ class WorkerRegistry:
         ]
 
     def is_due(self, pool: PoolName) -> bool:
-        """Return whether no worker of a pool takes requests, and one is being connected to."""
+        """Return whether no worker of a pool takes requests, but one is being connected to."""
         states = {
             w.state
             for w in self._workers.values()

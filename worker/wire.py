@@ -164,7 +164,7 @@ def heartbeat_to_proto(
 
 
 def own_status(heartbeat: inference_pb2.Heartbeat) -> WorkerStatus:
-    """Return what a router with this heartbeat, which has just come, tells of the worker."""
+    """Return what a router that has just received this heartbeat tells of the worker."""
     is_draining = heartbeat.draining
     return worker_status_from(
         inference_pb2.WorkerStatus(

@@ -143,8 +143,8 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
                 await RouterProcess(settings, find_controller).start()
 
         assert str(refused.value) == (
-            f"router.metrics_port is {port}, on which nothing can listen at 127.0.0.1: Address "
-            "already in use; choose another, or 0 for no metrics"
+            f"router.metrics_port: found {port}, on which nothing can listen at 127.0.0.1: Address "
+            "already in use; allowed: a free port, or 0 for no metrics"
         )
 
     asyncio.run(main())

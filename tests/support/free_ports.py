@@ -30,7 +30,7 @@ def listening(port: int) -> socket.socket:
 
 
 def free_range(num_ports: int) -> tuple[int, str]:
-    """Return ports in a row that nobody listens at: the first one, and the text of an option."""
+    """Return consecutive ports on which nobody listens: the first, and the text of an option."""
     source = random.SystemRandom()
     for _ in range(100):
         first = source.randint(FIRST, LAST - num_ports)
