@@ -108,7 +108,6 @@ class PageEncryption:
         """Return the side that listens, with the current files."""
         context = server_context(self._pem.current())
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.num_tickets = 0  # no connection is resumed
         return context.wrap_bio(incoming, outgoing, server_side=True)
 
     def client(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO) -> ssl.SSLObject:

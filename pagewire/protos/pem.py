@@ -174,6 +174,9 @@ def server_context(pem: Pem) -> ssl.SSLContext:
     if pem.authority:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=pem.authority.decode())
+        # A resumed session would be let in without a look at the client's certificate.
+        context.options |= ssl.OP_NO_TICKET
+        context.num_tickets = 0
     return context
 
 

@@ -5,7 +5,7 @@ import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,42 @@ def shown_by(address: str, settings: TlsSettings) -> tuple[str, ...]:
     ):
         certificate: Any = secured.getpeercert()
     return tuple(name for _, name in certificate["subjectAltName"])
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_replaced_authority_also_ends_sessions_that_clients_have_kept(
+    authority: Authority, version: ssl.TLSVersion
+) -> None:
+    """What a client keeps of its session would let it in without a look at its certificate."""
+    inside = authority.inside()
+    door = ClusterLinks(TlsSettings(inside=inside)).door
+    serving = door.ssl_context("127.0.0.1")
+    assert serving
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    client.minimum_version = client.maximum_version = version
+    client.load_cert_chain(inside.certificate_file, inside.key_file)
+
+    def talk(session: ssl.SSLSession | None) -> tuple[bool, ssl.SSLSession | None]:
+        ends = [ssl.MemoryBIO() for _ in range(4)]
+        server = serving.wrap_bio(ends[0], ends[1], server_side=True)
+        caller = client.wrap_bio(ends[2], ends[3], session=session)
+        done: set[ssl.SSLObject] = set()
+        while len(done) < 2:
+            for each in (caller, server):
+                with suppress(ssl.SSLWantReadError):
+                    each.do_handshake()
+                    done.add(each)
+                ends[0].write(ends[3].read())
+                ends[2].write(ends[1].read())
+        server.write(b"word")
+        ends[2].write(ends[1].read())
+        assert caller.read() == b"word"
+        return bool(caller.session_reused), caller.session
+
+    _, session = talk(None)
+    is_reused, _ = talk(session)
+    assert not is_reused
 
 
 def test_processes_of_a_cluster_know_each_other(authority: Authority) -> None:
