@@ -75,7 +75,7 @@ class TokenMasks:
     def _match_all(self, texts: "Sequence[_Text]") -> None:
         for text in texts:
             try:
-                matcher = text.matcher or self._grammars.begin(text.constraint)
+                matcher = text.matcher or self._grammars.begin(text.constraint, text.salt)
                 matcher.accept(text.output[matcher.num_tokens :])
                 text.matcher, text.allowed = matcher, matcher.allowed()
             except GrammarError as error:
@@ -103,6 +103,7 @@ class _Text:
         assert constraint is not None, "only choices with a constraint are followed"
         self.choice = choice
         self.constraint = constraint
+        self.salt = choice.request.salt
         self.output = tuple(choice.output)
         self.matcher = choice.matcher
         self.allowed: TokenBits | None = None

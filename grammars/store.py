@@ -31,23 +31,29 @@ class Grammars:
         self._end_token_ids = end_token_ids
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
-        self._kept: OrderedDict[Constraint, Future[Grammar]] = OrderedDict()
+        self._kept: OrderedDict[tuple[bytes, Constraint], Future[Grammar]] = OrderedDict()
         self._num_bytes = 0
 
-    def begin(self, constraint: Constraint) -> "Matcher":
+    def begin(self, constraint: Constraint, salt: bytes = b"") -> "Matcher":
         """Return the position of an empty text in the grammar of a constraint.
+
+        Args:
+            constraint: What a request asks for.
+            salt: Of the tenant's cache. A grammar is kept for one tenant, or others would learn
+                from the time of an answer what it has asked for.
 
         Raises:
             InvalidConstraint: It cannot be compiled.
             NoVocabulary: The model's tokenizer cannot be used.
         """
+        key = salt, constraint
         with self._lock:
-            found = self._kept.get(constraint)
+            found = self._kept.get(key)
             if found is None:
                 mine: Future[Grammar] = Future()
-                self._keep(constraint, mine)
+                self._keep(key, mine)
             else:
-                self._kept.move_to_end(constraint)
+                self._kept.move_to_end(key)
         if found is not None:
             return found.result().begin()
         try:
@@ -55,7 +61,7 @@ class Grammars:
         except BaseException as error:
             mine.set_exception(error)
             with self._lock:
-                self._drop(constraint, mine)
+                self._drop(key, mine)
         return mine.result().begin()
 
     def _compile(self, constraint: Constraint) -> "Grammar":
@@ -66,14 +72,14 @@ class Grammars:
                 self._vocabulary = Vocabulary(self._read_vocabulary(), self._end_token_ids)
         return Grammar(constraint, self._vocabulary)
 
-    def _keep(self, constraint: Constraint, grammar: "Future[Grammar]") -> None:
-        self._kept[constraint] = grammar
-        self._num_bytes += constraint.num_bytes
+    def _keep(self, key: tuple[bytes, Constraint], grammar: "Future[Grammar]") -> None:
+        self._kept[key] = grammar
+        self._num_bytes += key[1].num_bytes
         while len(self._kept) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:
-            oldest, _ = self._kept.popitem(last=False)
+            (_, oldest), _ = self._kept.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
 
-    def _drop(self, constraint: Constraint, grammar: "Future[Grammar]") -> None:
-        if self._kept.get(constraint) is grammar:
-            del self._kept[constraint]
-            self._num_bytes -= constraint.num_bytes
+    def _drop(self, key: tuple[bytes, Constraint], grammar: "Future[Grammar]") -> None:
+        if self._kept.get(key) is grammar:
+            del self._kept[key]
+            self._num_bytes -= key[1].num_bytes

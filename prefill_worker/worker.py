@@ -232,7 +232,7 @@ class PrefillWorker:
             return
 
         def allowed() -> TokenBits:
-            matcher = self._context.grammars.begin(constraint)
+            matcher = self._context.grammars.begin(constraint, prompt.salt)
             matcher.accept(prompt.tokens[prompt.prompt_len :])
             return matcher.allowed()
 

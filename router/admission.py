@@ -215,7 +215,7 @@ class Admission:
         num_bytes = len(checked.packed) + (resumption.num_bytes_to_compute if resumption else 0)
         asking.account.use_prompt(num_bytes // TOKEN_BYTES)
         sampling = self._complete_sampling(asking, model, checked, begun)
-        await self._check_constraint(sampling, model)
+        await self._check_constraint(sampling, model, asking.account.tenant.rules.cache_salt)
         if begun:  # the first router may have known other workers
             sampling = replace(sampling, max_tokens=begun.max_tokens)
         generation = self._generation(asking, model, text, checked, sampling, begun)
@@ -280,13 +280,13 @@ class Admission:
         )
         return Generation(request, self._folder.tokenizer)
 
-    async def _check_constraint(self, sampling: Sampling, model: ServedModel) -> None:
+    async def _check_constraint(self, sampling: Sampling, model: ServedModel, salt: bytes) -> None:
         constraint = sampling.constraint
         if constraint is None or self._constraints is None:
             return
         field = f"sampling.constraint.{constraint.kind.value}"
         try:
-            await self._constraints.check(constraint, model)
+            await self._constraints.check(constraint, model, salt)
         except GrammarError as error:
             raise InvalidRequest(field, error.found, error.allowed) from None
 

@@ -25,8 +25,14 @@ MAX_KNOWN_BYTES = 4 << 20  # of them all
 class ConstraintChecker(Protocol):
     """Decides whether constraints can be served."""
 
-    async def check(self, constraint: Constraint, model: ServedModel) -> None:
+    async def check(self, constraint: Constraint, model: ServedModel, salt: bytes = b"") -> None:
         """Return if a worker can compile a constraint, else raise.
+
+        Args:
+            constraint: What a request asks for.
+            model: The model that it is for.
+            salt: Of the tenant's cache, so that no tenant learns from the time that a check takes
+                what another one has asked for.
 
         Raises:
             InvalidConstraint: It is wrong, or exceeds a limit.
@@ -54,22 +60,24 @@ class ChildChecker:
         self._num_children = num_children
         self._limits = limits or ChildLimits(cpu_s=CPU_S)
         self._starting: asyncio.Task[ChildPool] | None = None
-        self._known: OrderedDict[Constraint, asyncio.Task[None]] = OrderedDict()  # tried, or about
+        # Tried, or about to be, by salt and constraint.
+        self._known: OrderedDict[tuple[bytes, Constraint], asyncio.Task[None]] = OrderedDict()
         self._num_bytes = 0
 
-    async def check(self, constraint: Constraint, model: ServedModel) -> None:
-        known = self._known.get(constraint)
+    async def check(self, constraint: Constraint, model: ServedModel, salt: bytes = b"") -> None:
+        key = salt, constraint
+        known = self._known.get(key)
         if known is None:
             known = asyncio.create_task(self._try(constraint, model), name="constraint-check")
             known.add_done_callback(mark_seen)  # of a constraint whose callers left
-            self._keep(constraint, known)
+            self._keep(key, known)
         else:
-            self._known.move_to_end(constraint)
+            self._known.move_to_end(key)
         try:
             await asyncio.shield(known)
         finally:
             if known.done() and (known.cancelled() or known.exception()):
-                self._drop(constraint, known)
+                self._drop(key, known)
 
     async def close(self) -> None:
         for each in self._known.values():
@@ -124,17 +132,17 @@ class ChildChecker:
             raise NoVocabulary(f"the process that reads it {limit}") from None
         return pool
 
-    def _keep(self, constraint: Constraint, known: "asyncio.Task[None]") -> None:
-        self._known[constraint] = known
-        self._num_bytes += constraint.num_bytes
+    def _keep(self, key: tuple[bytes, Constraint], known: "asyncio.Task[None]") -> None:
+        self._known[key] = known
+        self._num_bytes += key[1].num_bytes
         while len(self._known) > MAX_KNOWN or self._num_bytes > MAX_KNOWN_BYTES:
-            oldest, _ = self._known.popitem(last=False)
+            (_, oldest), _ = self._known.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
 
-    def _drop(self, constraint: Constraint, known: "asyncio.Task[None]") -> None:
-        if self._known.get(constraint) is known:
-            del self._known[constraint]
-            self._num_bytes -= constraint.num_bytes
+    def _drop(self, key: tuple[bytes, Constraint], known: "asyncio.Task[None]") -> None:
+        if self._known.get(key) is known:
+            del self._known[key]
+            self._num_bytes -= key[1].num_bytes
 
 
 def _check_ready(answer: Answer) -> None:

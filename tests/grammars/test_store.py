@@ -71,6 +71,14 @@ def test_those_asked_for_last_are_kept(
     assert [each.choices[0] for each in compiled] == ["a", "b", "c", "d", "b"]
 
 
+def test_a_grammar_is_kept_for_one_tenant(compiled: list[Constraint]) -> None:
+    kept = grammars()
+    for salt in (b"one", b"other", b"one", b"other"):
+        kept.begin(choice("a"), salt)
+
+    assert len(compiled) == 2
+
+
 def test_their_bytes_are_bounded(compiled: list[Constraint], monkeypatch) -> None:
     monkeypatch.setattr(store, "MAX_KEPT_BYTES", 100)
     kept = grammars()

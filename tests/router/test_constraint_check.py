@@ -13,7 +13,7 @@ import pytest
 
 from grammars.constraint import MAX_BYTES, Constraint
 from grammars.errors import InvalidConstraint, NoVocabulary
-from router.child_pool import ChildLimits
+from router.child_pool import ChildLimits, ChildPool
 from router.constraint_check import ChildChecker
 from router.request import ServedModel
 from tests.router.tokenizers_for_tests import byte_level
@@ -105,6 +105,27 @@ def test_a_constraint_that_takes_too_much_time_is_refused(folder: Path) -> None:
             assert "processor time" in await reason(checker, slow)
 
     run(scenario())
+
+
+def test_a_tenant_does_not_learn_from_the_time_what_another_one_has_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    ask = ChildPool.ask
+
+    async def noting(pool: ChildPool, question: Any, *more: Any, **named: Any) -> Any:
+        asked.append(question["choices"])
+        return await ask(pool, question, *more, **named)
+
+    monkeypatch.setattr(ChildPool, "ask", noting)
+
+    async def scenario() -> None:
+        async with started(folder, num_children=1) as checker:
+            for salt in (b"one", b"other", b"one", b"other"):
+                await checker.check(choice("a"), MODEL, salt)
+
+    run(scenario())
+    assert asked == [("a",), ("a",)]
 
 
 def test_who_asks_for_the_same_at_once_or_again_waits_for_one_answer(

@@ -14,7 +14,7 @@ class InlineChecker:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    async def check(self, constraint: Constraint, model: ServedModel) -> None:
+    async def check(self, constraint: Constraint, model: ServedModel, salt: bytes = b"") -> None:
         tokens = read_vocabulary(self._folder, model.vocab_size)
         Grammar(constraint, Vocabulary(tokens, model.eos_token_ids))
 
