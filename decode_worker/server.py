@@ -26,6 +26,7 @@ STATUS_CODES: dict[type[WorkerError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     SlowRouter: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
+MAX_MET = 4096  # prefill workers that a router names: each costs an attempt to connect
 HELLO_S = 5.0  # from the opening of a session to its first message
 
 
@@ -90,6 +91,10 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
     async def Meet(
         self, request: worker_pb2.MeetRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.MeetResponse:
+        if len(request.prefill_workers) > MAX_MET:
+            found = len(request.prefill_workers)
+            told = f"prefill_workers: found {found}; allowed: at most {MAX_MET}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, told)
         self._sink.meet([worker_from_proto(each) for each in request.prefill_workers])
         return worker_pb2.MeetResponse()
 

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from decode_worker.config import DecodeConfig
+from decode_worker.server import MAX_MET
 from decode_worker.wire import PrefillCall
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.messages import ChunkGo, ReceiverMessage
@@ -570,6 +571,20 @@ def test_connections_to_prefill_workers_are_there_before_the_first_request() -> 
         assert cluster.decode.num_connections == 2
 
     run(scenario, WorkerCluster(num_prefill=2))
+
+
+def test_a_router_that_names_too_many_prefill_workers_is_refused() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        many = [
+            WorkerIdentity(worker_id=f"prefill-{number}", incarnation=1, address="h:1")
+            for number in range(MAX_MET + 1)
+        ]
+        with pytest.raises(grpc.aio.AioRpcError, match=f"found {MAX_MET + 1}; allowed: at most"):
+            await meet(cluster, *many)
+        await asyncio.sleep(0.1)
+        assert cluster.decode.num_connections == 0
+
+    run(scenario, WorkerCluster(num_prefill=1))
 
 
 def test_a_request_without_candidates_asks_whom_a_router_named_last() -> None:
