@@ -194,8 +194,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     def _hot_prefixes(self, tenant: str | None) -> list[inference_pb2.HotPrefix]:
+        """Return what operators, for None, or a tenant may see: tenants see no workers."""
+        is_operator = tenant is None
         return [
-            wire.hot_prefix(each, self._index.holders(each.page_hash))
+            wire.hot_prefix(each, self._index.holders(each.page_hash) if is_operator else ())
             for each in self._dispatcher.hot_prefixes.hottest(_SHOWN_PREFIXES, tenant)
         ]
 

@@ -16,6 +16,7 @@ from pagewire.protos import inference_pb2, worker_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES, pack_token_ids
 from pagewire.routers import token_metadata
 from protos.shares import may_take
+from router.prefix_index import PrefixIndex
 from router.tenants.tenant import TenantCounts
 from tests.router.scripted_worker import (
     Answer,
@@ -448,7 +449,11 @@ def _flood(call: Callable[[RouterUnderTest], Awaitable[Answer]]) -> None:
     run_virtual(main())
 
 
-def test_status_tells_operators_all_and_others_of_themselves() -> None:
+def test_status_tells_operators_all_and_others_of_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PrefixIndex, "holders", lambda self, page_hash: ["decode-0"])
+
     async def main() -> None:
         known = tenants(rules("acme"), rules("globex"), rules("ops", operator=True))
         async with running_router(ScriptedWorker("decode-0"), tenants=known) as tested:
@@ -465,11 +470,12 @@ def test_status_tells_operators_all_and_others_of_themselves() -> None:
             assert not acme.workers
             assert (acme.index_pages, acme.finished_requests) == (0, 0)
             assert [(each.name, each.requests) for each in acme.tenants] == [("acme", 4)]
-            assert [each.hits for each in acme.hot_prefixes] == [3]
+            assert [(each.hits, list(each.workers)) for each in acme.hot_prefixes] == [(3, [])]
             assert not ops.is_partial
             assert ops == own
             assert [each.worker.worker_id for each in ops.workers] == ["decode-0"]
             assert [each.name for each in ops.tenants] == ["(cluster)", "acme", "globex", "ops"]
             assert [each.hits for each in ops.hot_prefixes] == [3, 1]
+            assert [list(each.workers) for each in ops.hot_prefixes] == [["decode-0"]] * 2
 
     run_virtual(main())
