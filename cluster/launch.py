@@ -66,8 +66,8 @@ log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 100 * 2**20  # no data goes through Ray; this is about its minimum
 PLACE_TIMEOUT_S = 30.0  # for an actor without GPU
-STOP_MARGIN_S = 5.0
-GATEWAY_MARGIN_S = 1.0  # to tell clients how the router ended their calls
+STOP_MARGIN_S = 5.0  # also for GATEWAY_MARGIN_S, and then for the gateway to tell its clients
+GATEWAY_MARGIN_S = 1.0  # to pass on what the router sends at the end of its grace
 END_TIMEOUT_S = 10.0  # for Ray to end processes on request
 END_PERIOD_S = 0.05  # between two looks whether it has
 LOST_PERIOD_S = 0.2  # between two looks whether Ray still lives

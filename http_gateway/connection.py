@@ -290,6 +290,16 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()
         self._linger_timer = self.loop.call_later(LINGER_S, self._raw.close)
 
+    def end_after_answer(self) -> None:
+        """Close after the answer that runs; requests that wait behind it get none."""
+        if self._is_answering:
+            assert self._answering
+            self._answering.keep_alive = False
+
+    def abort(self) -> None:
+        """Close at once; what the client has not read is lost."""
+        self._raw.abort()
+
     @property
     def is_closing(self) -> bool:
         """Whether no more answers are written."""
@@ -310,7 +320,7 @@ class Connection(HttpToolsProtocol):
 
     def _drop_slow_client(self) -> None:
         log.info("slow_client", extra=fields(seconds=self._limits.slow_client_timeout_s))
-        self._raw.abort()
+        self.abort()
 
 
 class _GentleTransport:

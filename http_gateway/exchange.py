@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 MAX_TRACEPARENT = 64  # characters; a valid one has 55
 AUTHORIZATION = re.compile(rb"[\x21-\x7e][\x20-\x7e]{0,4095}")
 UNREADABLE = "unreadable"
+CRASHED, STOPPED = "internal_error", "unavailable"  # codes of errors, and outcomes
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}", re.ASCII)
 # Polled all the time: neither counted as work nor logged.
 PROBES = {"/health", "/ready", "/metrics", "/cluster"}
@@ -105,7 +106,6 @@ class Exchange:
         self.metrics = metrics
         self.rename_field: Callable[[str], str] = lambda field: field  # see http_gateway.errors
         self.stream_error: Callable[[HttpError], bytes] = _error_event
-        self.is_streaming = False
         self.path_params: dict[str, str] = scope.get("path_params", {})
         self._headers = dict(scope["headers"])
         self.authorization = _authorization(scope)
@@ -158,7 +158,6 @@ class Exchange:
     async def send_events(self, events: bytes) -> None:
         """Send events as soon as the client takes them; the first ones begin the answer."""
         if not self._has_started:
-            self.is_streaming = True
             await self._start(200, EVENT_STREAM)
         await self._send_body({"type": "http.response.body", "body": events, "more_body": True})
 
@@ -166,8 +165,8 @@ class Exchange:
         """Send the last events and end the answer."""
         if not self._has_started:
             await self.send_events(b"")
-        self._has_ended = True
         await self._send_body({"type": "http.response.body", "body": events})
+        self._has_ended = True  # only now: it may be cancelled while the client reads nothing
 
     async def fail(self, error: HttpError) -> None:
         """Answer with an error: as a status, or as an event if the answer has begun."""
@@ -202,9 +201,9 @@ class Exchange:
             raise ClientLeft
 
     async def _start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
-        self._has_started = True
         encoded = [(name.encode(), value.encode()) for name, value in headers]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+        self._has_started = True  # only now: it may be cancelled while earlier answers are unread
 
 
 class Endpoint:
@@ -259,6 +258,8 @@ class Endpoint:
         except ClientLeft:
             record = exchange.record
             record.status, record.outcome = CLIENT_CLOSED, "client_left"
+        except asyncio.CancelledError:  # the gateway stops, and this request's grace is over
+            await exchange.fail(_stopped())  # the server bounds this wait
 
 
 def _traceparent(scope: Scope) -> str:
@@ -290,7 +291,11 @@ class RequestLog:
         try:
             with nullcontext() if is_probe else self._metrics.running():
                 await self._app(scope, receive, send_noted)
+        except asyncio.CancelledError:  # of an answer that no Endpoint gives
+            record.outcome = STOPPED
+            raise
         except Exception:
+            record.outcome = CRASHED
             log.exception("request_crashed", extra=fields(request_id=record.request_id))
             raise  # uvicorn ends the connection
         finally:
@@ -301,7 +306,11 @@ class RequestLog:
 def internal_error() -> HttpError:
     """Make the error for a bug of the gateway."""
     message = "internal error; see the gateway's log"
-    return HttpError(500, message, kind=SERVER, code="internal_error")
+    return HttpError(500, message, kind=SERVER, code=CRASHED)
+
+
+def _stopped() -> HttpError:
+    return HttpError(503, "the gateway stopped", kind=SERVER, code=STOPPED)
 
 
 def _error_event(error: HttpError) -> bytes:

@@ -5,7 +5,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from protos.addresses import join_address
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
+TELL_S = 1.5  # to tell clients that their grace is over; longer than LINGER_S
 
 
 class GatewayServer:
@@ -102,7 +103,10 @@ class GatewayServer:
         await self._link.wait_for_router(waits)
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more requests, give running answers `grace_s` seconds, then end them."""
+        """Accept no more requests, give running answers `grace_s` seconds, then end them.
+
+        Clients whose answers end early are told so, which takes up to TELL_S more.
+        """
         if not (self._server and self._serving and self._link):
             return
         self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
@@ -150,6 +154,21 @@ class _Server(uvicorn.Server):
             for each in sockets or ()
         ]
         self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let answers end within the grace, then have the others say why they do not."""
+        await super().shutdown(sockets)  # its last act is to cancel them; none has run since
+        for each in self._connections():
+            each.end_after_answer()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wait_tasks_to_complete(), TELL_S)
+        for each in self._connections():
+            each.abort()  # its client does not read
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=TELL_S)
+
+    def _connections(self) -> list[Connection]:
+        return [each for each in self.server_state.connections if isinstance(each, Connection)]
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from http_gateway.config import GatewayConfig
 from http_gateway.server import GatewayServer
+from observability.logs import ATTRIBUTE
 from pagewire import calls
 from pagewire.protos import common_pb2
 from router import front
@@ -38,9 +40,10 @@ def body_of(path, **options):
 
 def until(condition, within_s=10.0):
     deadline = time.monotonic() + within_s
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.005)
+    return value
 
 
 async def two_words(call, context):
@@ -414,18 +417,53 @@ def test_a_gateway_that_stops_finishes_what_runs_and_takes_nothing_new():
         assert b"[DONE]" in answer.body
 
 
-def test_a_gateway_that_stops_ends_what_takes_longer_than_its_grace():
+@pytest.mark.parametrize("path", BODIES)
+def test_a_gateway_that_stops_tells_clients_whose_answers_outlast_its_grace(path):
     with (
         gateway(lambda: scripted(never_ends)) as served,
-        socket.create_connection(served.host_and_port) as running,
+        socket.create_connection(served.host_and_port) as whole,
+        socket.create_connection(served.host_and_port) as stream,
+        socket.create_connection(served.host_and_port) as sending,
     ):
-        running.sendall(request(TEXT, body_of(TEXT, stream=True)))
-        until(lambda: served.backend.requests)
+        whole.sendall(2 * request(path, body_of(path)))  # the second one waits behind the first
+        stream.sendall(request(path, body_of(path, stream=True)))
+        sending.sendall(request(path, "{", content_length="100"))
+        until(lambda: len(served.backend.requests) == 2)
+        assert stream.recv(1)
         started = time.monotonic()
         served.run(served.server.stop(0.2))
 
         assert_within(time.monotonic() - started, 2)
+        for each in (whole, sending):
+            answer = read_answer(each, started)
+            assert (answer.status, answer.error["code"]) == (503, "unavailable")
+            assert answer.error["message"] == "the gateway stopped"
+            assert answer.headers["content-type"] == "application/json"
+            assert len(answer.headers["x-request-id"]) == 32
+            assert is_closed(each)
+        begun = read_answer(stream, started)  # it is only read to the end if the end is marked
+        last = begun.body.removesuffix(b"0\r\n\r\n").rstrip().split(b"\n\n")[-1]
+        assert b"the gateway stopped" in last
+        assert (b"response.failed" if path == RESPONSE else b'data: {"error": {') in last
+        assert b"[DONE]" not in begun.body
         until(served.backend.cancelled.is_set)
+
+
+def test_a_gateway_that_stops_does_not_wait_for_a_client_that_reads_nothing(caplog):
+    caplog.set_level(logging.INFO)
+    with gateway(lambda: scripted(floods)) as served, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(served.host_and_port)
+        connection.sendall(request(TEXT, body_of(TEXT, stream=True)))
+        (guest,) = until(lambda: served.server._server.server_state.connections)
+        until(lambda: guest.flow.write_paused)
+        started = time.monotonic()
+        served.run(served.server.stop(0.2))
+
+        assert_within(time.monotonic() - started, 4)
+        assert is_closed(connection)
+        (line,) = [each for each in caplog.records if each.getMessage() == "http_request"]
+        assert getattr(line, ATTRIBUTE)["outcome"] == "unavailable"
 
 
 def test_a_port_in_use_is_an_error_of_the_start():

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import socket
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -79,6 +81,20 @@ def test_each_request_is_one_line_without_what_it_holds(served, caplog):
     assert whole["router_request_id"] == "r1"
     assert (found[4]["status"], found[4]["outcome"]) == (400, "invalid")
     assert (unknown["path"], unknown["status"]) == ("-", 404)
+
+
+def test_a_request_that_a_stop_ends_is_no_success_in_the_log(caplog):
+    caplog.set_level(logging.INFO)
+    with gateway(lambda: scripted(never_ends)) as served, ExitStack() as clients:
+        for is_stream in (False, True):
+            client = clients.enter_context(socket.create_connection(served.host_and_port))
+            client.sendall(request(TEXT, body_of(TEXT, stream=is_stream)))
+        until(lambda: len(served.backend.requests) == 2)
+        client.recv(1)  # the stream has begun
+        served.run(served.server.stop(0.0))
+
+    found = {each["stream"]: (each["status"], each["outcome"]) for each in lines(caplog)}
+    assert found == {False: (503, "unavailable"), True: (200, "unavailable")}
 
 
 def test_probes_write_no_line(served, caplog):
