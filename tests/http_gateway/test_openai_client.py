@@ -1,9 +1,14 @@
 """OpenAI's own client against a gateway before a real router, with and without streaming."""
 
 import asyncio
+from functools import partial
 
 import openai
 import pytest
+
+from tests.http_gateway.conftest import openai as client_of
+from tests.http_gateway.parrot import parrot, write_folder
+from tests.http_gateway.serving import gateway, real_router
 
 SAID = "the quick brown fox, 日本語 😀"
 
@@ -453,6 +458,33 @@ def test_a_prompt_beyond_the_context_has_the_code_that_programs_look_for(client)
 
     assert refused.value.code == "context_length_exceeded"
     assert refused.value.param == "prompt"
+
+
+@pytest.mark.parametrize("num_chars", [4096 * 32, 10_000_000])  # fewer than that are tokenized
+def test_a_text_too_long_to_tokenize_has_that_code_too(client, num_chars):
+    text = "x" * num_chars
+    for call, param in (
+        (lambda: client.completions.create(model="tiny", prompt=text + "x"), "prompt"),
+        (lambda: client.chat.completions.create(**ask(text)), "messages"),
+        (lambda: client.responses.create(model="tiny", input=text), "input"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            call()
+
+        assert refused.value.code == "context_length_exceeded", refused.value.message
+        assert refused.value.param == param
+
+
+def test_a_chat_that_only_its_template_makes_too_long_has_that_code_too(tmp_path):
+    folder = write_folder(tmp_path)
+    backend = partial(real_router, parrot(folder), folder, max_prompt_chars=50)
+    with (
+        gateway(backend) as served,
+        pytest.raises(openai.BadRequestError, match="template wrote more than 50") as refused,
+    ):
+        client_of(served).chat.completions.create(**ask("x" * (50 - len("user"))))
+
+    assert refused.value.code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("max_tokens", [7, 2**32 - 1])
