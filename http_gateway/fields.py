@@ -5,12 +5,14 @@ A null field counts as absent, as in OpenAI's API.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 from http_gateway.errors import HttpError, refused
 from pagewire.arguments import did_you_mean, shown, shown_with_type
 
 MAX_NAME_CHARS = 100  # shown of a name that no field has
+MAX_UNKNOWN = 8  # such names that an error shows
 Value = TypeVar("Value")
 Default = TypeVar("Default")
 
@@ -112,15 +114,19 @@ class Fields:
     def refuse_others(self) -> None:
         """Refuse remaining fields, which would otherwise be ignored silently."""
         if self._left:
-            name = next(iter(self._left))
-            found = "an unknown parameter" + did_you_mean(name, self._known, self.name(""))
-            allowed = ", ".join(sorted(self._known))
-            field = self.name(name)[:MAX_NAME_CHARS]
-            raise refused(field, found, allowed, code="unknown_parameter")
+            each = [self._unknown(name) for name in islice(self._left, MAX_UNKNOWN)]
+            message = "\n".join(error.message for error in each)
+            raise HttpError(400, message, param=each[0].param, code=each[0].code)
 
     def refused(self, field: str, found: str, allowed: str) -> HttpError:
         """Make the error for a wrong value of a field."""
         return refused(self.name(field), found, allowed)
+
+    def _unknown(self, name: str) -> HttpError:
+        found = "an unknown parameter" + did_you_mean(name, self._known, self.name(""))
+        allowed = ", ".join(sorted(self._known))
+        field = self.name(name)[:MAX_NAME_CHARS]
+        return refused(field, found, allowed, code="unknown_parameter")
 
     def _check_encodable(self, field: str, text: str) -> None:
         try:
