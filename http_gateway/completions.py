@@ -10,7 +10,7 @@ from http_gateway.chat import StreamOptions, drop_without_effect, take_stream_op
 from http_gateway.config import GatewayConfig
 from http_gateway.errors import refused
 from http_gateway.exchange import Exchange
-from http_gateway.fields import Fields, Unsupported
+from http_gateway.fields import Fields, Unsupported, shown_json
 from http_gateway.generation import FINISH_REASONS, Generation
 from http_gateway.sampling import field_name, take_sampling
 from http_gateway.sse import DONE, Chunks, compact, quoted
@@ -267,7 +267,7 @@ def _prompts(value: object, max_prompts: int) -> tuple[list[Prompt], bool]:
         raise refused("prompt", f"{len(value)} prompts", f"at most {max_prompts}")
     for index, each in enumerate(value):
         if type(each) is not type(value[0]):
-            raise refused(f"prompt[{index}]", shown_with_type(each), allowed)
+            raise refused(f"prompt[{index}]", shown_json(each), allowed)
     return value, True
 
 

@@ -25,6 +25,7 @@ VERSIONS = ("1.0", "1.1")
 MAX_HEADERS = 100
 MAX_PIPELINED = 8  # requests that wait while another one is answered
 _HTTP_2 = "Pause on PRI"  # the parser's words for the first bytes of HTTP/2
+_TLS = b"\x16\x03"  # a handshake, of any version
 TOO_MANY_WAIT = "too_many_pipelined_requests"
 LINGER_S = 1.0  # for a client that still sends what nobody reads
 # Notice within a minute that a peer has vanished: seconds of silence, between probes,
@@ -108,7 +109,7 @@ class Connection(HttpToolsProtocol):
         try:
             self._feed(data)
         except httptools.HttpParserError as error:
-            self._refuse(self._refusal or _invalid(error))
+            self._refuse(self._refusal or _invalid(error, data))
             return
         if self._part is _Part.BODY or self._is_answering:
             return
@@ -336,9 +337,11 @@ class _GentleTransport:
         return self._connection.is_closing
 
 
-def _invalid(error: httptools.HttpParserError) -> HttpError:
+def _invalid(error: httptools.HttpParserError, data: bytes) -> HttpError:
     if isinstance(error, httptools.HttpParserCallbackError):
         return _no_http("its target is malformed")  # uvicorn failed to parse it
+    if isinstance(error, httptools.HttpParserInvalidMethodError) and data.startswith(_TLS):
+        return _no_http("it begins as TLS")
     return _no_http("it begins as HTTP/2" if _HTTP_2 in str(error) else str(error))
 
 

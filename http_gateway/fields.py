@@ -146,8 +146,18 @@ class Fields:
         return value
 
 
+def shown_text(text: str) -> str:
+    """Return a text as an error shows it; an empty one is as good as none."""
+    return shown(text) if text else "none"
+
+
+def shown_json(value: object) -> str:
+    """Return a value of a wrong type as an error shows it; null is none."""
+    return "none" if value is None else shown_with_type(value)
+
+
 def as_object(value: object, path: str) -> Fields:
     """Return the fields of an item of an array, which must be an object."""
     if not isinstance(value, dict):
-        raise refused(path, shown_with_type(value), "an object")
+        raise refused(path, shown_json(value), "an object")
     return Fields(value, path)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from http_gateway.errors import refused
-from http_gateway.fields import Fields, Unsupported, as_object
+from http_gateway.fields import Fields, Unsupported, as_object, shown_json, shown_text
 from pagewire import Model, SamplingOptions, forced_calls
-from pagewire.arguments import shown, shown_with_type
+from pagewire.arguments import shown
 
 _KEPT = ("name", "reasoning_content", "tool_calls", "tool_call_id")
 _UNSUPPORTED = {
@@ -117,7 +117,7 @@ def _chosen(choice: Fields, *, is_flat: bool) -> str:
     """Return the name of the function in a tool_choice."""
     kind = choice.text("type")
     if kind != "function":
-        raise choice.refused("type", shown(kind), "'function'")
+        raise choice.refused("type", shown_text(kind), "'function'")
     function = choice if is_flat else choice.object("function")
     name = function.text("name")
     function.refuse_others()
@@ -157,7 +157,7 @@ def content_text(content: object, path: str, types: Mapping[str, str] = _TEXT_PA
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise refused(path, shown_with_type(content), "a string, or an array of text parts")
+        raise refused(path, shown_json(content), "a string, or an array of text parts")
     return "".join(_part(each, f"{path}[{i}]", types) for i, each in enumerate(content))
 
 
@@ -166,7 +166,7 @@ def _part(value: object, path: str, types: Mapping[str, str]) -> str:
     kind = fields.text("type")
     if kind not in types:
         allowed = f"{' or '.join(map(repr, types))}: this gateway takes text only"
-        raise refused(f"{path}.type", shown(kind), allowed)
+        raise refused(f"{path}.type", shown_text(kind), allowed)
     text = fields.text(types[kind])
     fields.drop("annotations", "logprobs")
     fields.refuse_others()
@@ -177,7 +177,7 @@ def _tool_name(value: object, path: str, *, is_flat: bool, may_be_strict: bool) 
     tool = as_object(value, path)
     kind = tool.text("type")
     if kind != "function":
-        raise refused(f"{path}.type", shown(kind), "'function'")
+        raise refused(f"{path}.type", shown_text(kind), "'function'")
     if is_flat:
         return _function_name(tool, may_be_strict=may_be_strict)
     function = tool.object("function")
@@ -195,7 +195,8 @@ def _function_name(function: Fields, *, may_be_strict: bool) -> str:
     """Return the name of a function that a model may call, and check the rest of its fields."""
     name = function.text("name")
     if not _FUNCTION_NAME.fullmatch(name):
-        raise function.refused("name", shown(name), "1 to 128 letters, digits, or any of _ - . :")
+        allowed = "1 to 128 letters, digits, or any of _ - . :"
+        raise function.refused("name", shown_text(name), allowed)
     function.text("description")
     function.object("parameters")
     if function.flag("strict") and not may_be_strict:

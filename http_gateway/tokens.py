@@ -33,6 +33,8 @@ class Tokens:
             prompt = fields.take("prompt")
             adds_special = fields.flag("add_special_tokens", True)
             fields.refuse_others()
+            if prompt is None:
+                raise fields.refused("prompt", "none", "a string, or messages instead")
             request = tokenize_request(prompt, name, add_special_tokens=adds_special)
         else:
             fields.refuse_unsupported(_OF_CHAT)
@@ -72,5 +74,7 @@ class Tokens:
         name = fields.text("model")
         token_ids = fields.take("tokens")
         fields.refuse_others()
+        if token_ids is None:
+            raise fields.refused("tokens", "none", "an array of token ids")
         text, _ = await self._link.detokenize(exchange.authorization, token_ids, name)
         await exchange.answer_json({"prompt": text})

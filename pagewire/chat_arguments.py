@@ -59,9 +59,9 @@ def _message(field: str, value: object) -> Message:
         given = {name: each for name, each in value.items() if each is not None}
     else:
         raise refused(field, shown_with_type(value), "a Message, or a mapping of role and content")
-    role = check_text(f"{field}.role", given.get("role"))
+    role = check_text(f"{field}.role", given.get("role", ""))
     if not role:  # the router checks the others: it knows the template
-        raise refused(f"{field}.role", shown(role), ALLOWED_ROLES)
+        raise refused(f"{field}.role", "none", ALLOWED_ROLES)
     tool_calls = check_items(f"{field}.tool_calls", given.get("tool_calls", ()), "a sequence")
     if not tool_calls and "content" not in given:
         raise refused(f"{field}.content", "none", "a text; only tool calls can do without")

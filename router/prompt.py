@@ -247,7 +247,8 @@ def _wrong_names(prompt: Chat, names: frozenset[str]) -> Iterator[InvalidRequest
     for index, message in enumerate(prompt.messages):
         field = f"{prompt.field}.messages[{index}]"
         if template_role(message.role, names) is None:
-            yield InvalidRequest(f"{field}.role", quote(message.role), ALLOWED_ROLES)
+            found = quote(message.role) if message.role else "none"
+            yield InvalidRequest(f"{field}.role", found, ALLOWED_ROLES)
         for number, call in enumerate(message.tool_calls):
             if not call.name:
                 name = f"{field}.tool_calls[{number}].name"

@@ -297,7 +297,8 @@ def test_what_is_no_request_is_refused_and_the_connection_closed(address, name):
         answer = read_answer(connection, started)
 
         assert (answer.status, answer.error["code"]) == (400, "invalid_http")
-        assert name != "HTTP/2" or answer.error["message"].endswith(": it begins as HTTP/2")
+        if name in ("HTTP/2", "TLS"):
+            assert answer.error["message"].endswith(f": it begins as {name}")
         assert_within(answer.seconds, AT_ONCE_S)
         assert is_closed(connection)
 
@@ -501,3 +502,23 @@ def test_a_client_that_sends_nothing_more_is_taken_for_gone(address, worker):
     while len(worker.cancels) == cancelled:
         assert time.monotonic() < deadline, "its request is not cancelled"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/detokenize", {"tokens": None}, "tokens"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [None]}, "messages[0]"),
+        (CHAT, {"messages": [{"role": "user", "content": [{}]}]}, "messages[0].content[0].type"),
+        ("/v1/responses", {"input": [{"role": "user"}]}, "input[0].content"),
+        ("/v1/completions", {"prompt": ["x", None]}, "prompt[1]"),
+    ],
+)
+def test_what_is_missing_is_called_none(address, path, body, param):
+    answer = exchange(address, request(path, json.dumps(body)))
+
+    assert answer.status == 400
+    assert answer.error["message"].startswith(f"{param}: found none; allowed: ")
