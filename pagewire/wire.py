@@ -41,7 +41,7 @@ from pagewire.types import (
 )
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
-_NO_GRPC = "Failed parsing HTTP/2"  # gRPC's words for HTTP/1.1, SSH and others
+NO_GRPC = "Failed parsing HTTP/2"  # gRPC's words for HTTP/1.1, SSH and others
 # gRPC's words for a connection that could not be made, or broke
 _UNREACHED = ("failed to connect", "DNS resolution failed", "Socket closed", "Stream removed")
 _STOPS = "ROUTER_STOPS"  # reason of a router's UNAVAILABLE
@@ -241,7 +241,7 @@ FailureWithin = Callable[[float], CallFailure]
 
 def is_router_lost(failure: grpc.aio.AioRpcError) -> bool:
     """Return whether another router may succeed: this one is gone, or stops."""
-    if failure.code() is not grpc.StatusCode.UNAVAILABLE or _NO_GRPC in (failure.details() or ""):
+    if failure.code() is not grpc.StatusCode.UNAVAILABLE or NO_GRPC in (failure.details() or ""):
         return False
     details = _details(failure)
     return not details.code or _is_stopping(details)  # without a router there are no details
@@ -304,15 +304,17 @@ def error_from(
         case grpc.StatusCode.UNAVAILABLE if _is_from_server(failure):
             pass
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.UNIMPLEMENTED:
-            # A router has all methods; a server without one is a worker or not Pagewire.
-            is_other = code is grpc.StatusCode.UNIMPLEMENTED or _NO_GRPC in message
             other = f"something answers at {address}, but it is not a Pagewire router"
-            is_unreached = message.startswith(_UNREACHED)
-            failed = f"no connection to {address}" if is_unreached else f"{address} is unavailable"
-            told = other if is_other else failed
-            if code is grpc.StatusCode.UNIMPLEMENTED:
-                message += " An older router than this client may also lack the method."
-            return errors.ConnectionFailedError(f"{told}: {message}", code=code.name)
+            if NO_GRPC in message:
+                told = other
+            elif code is grpc.StatusCode.UNIMPLEMENTED:
+                # A router has all methods; a server without one is a worker or not Pagewire.
+                told = f"{other}, or one older than this client: it lacks the method"
+            elif message.startswith(_UNREACHED):
+                told = f"no connection to {address}: {message}"
+            else:
+                told = f"{address} is unavailable: {message}"
+            return errors.ConnectionFailedError(told, code=code.name)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             # If the router noticed first, its message says more.
             return timed_out(address, timeout_s, message if failure.trailing_metadata() else "")

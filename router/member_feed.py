@@ -16,6 +16,7 @@ import grpc
 from credentials.channel import ProvenChannel, told_incarnation
 from observability.logs import fields
 from pagewire.protos.call_tasks import is_own_cancellation
+from pagewire.wire import NO_GRPC
 from router import wire
 from router.errors import ControllerGone
 from router.membership import WorkerMember
@@ -27,6 +28,16 @@ RETRY_S = 0.5
 PATIENCE_S = 2.0  # before a wait is reported: a first attempt may fail, and the next one succeed
 START_S = 15.0  # a controller that still places processes answers late, and is not lost
 UNKNOWN_INCARNATION = 0
+# What no wait cures, in the words of `pagewire router`: in Ray, a router is given the right ones.
+_NO_CONTROLLER = (
+    "--controller: found a router or another server; allowed: the address of the cluster's "
+    "controller, see controller_port"
+)
+_ADVICE = {
+    grpc.StatusCode.UNIMPLEMENTED: _NO_CONTROLLER,
+    grpc.StatusCode.UNAUTHENTICATED: "--keys: found keys that it does not accept; allowed: keys of "
+    "its cluster, which `pagewire router-keys` writes",
+}
 
 
 class MemberFeed:
@@ -142,5 +153,6 @@ class MemberFeed:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
+        told = f"{error.code().name}: {error.details()}"
+        return _NO_CONTROLLER if NO_GRPC in told else _ADVICE.get(error.code(), told)
     return str(error)

@@ -167,6 +167,46 @@ def test_who_waits_for_a_controller_is_told_once_why(monkeypatch: pytest.MonkeyP
     asyncio.run(main())
 
 
+async def _reason_to_wait(address: str, secret: ClusterSecret) -> str:
+    listener = Listener("router-0", address, secret)
+    told = asyncio.get_running_loop().create_future()
+    waiting = asyncio.create_task(listener.feed.wait_followed(told.set_result))
+    try:
+        return await asyncio.wait_for(told, WAIT_S)
+    finally:
+        waiting.cancel()
+        await listener.stop()
+
+
+def test_who_waits_with_wrong_options_is_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_feed, "PATIENCE_S", 1.0)
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    async def main() -> None:
+        no_controller = grpc.aio.server()
+        port = no_controller.add_insecure_port("127.0.0.1:0")
+        await no_controller.start()
+        async with serving() as (server, address):
+            server.publish([])
+            keys = await _reason_to_wait(address, ClusterSecret(b"o" * 32))
+        reasons = [await _reason_to_wait(f"127.0.0.1:{port}", SECRET)]
+        await no_controller.stop(None)
+        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as http:
+            port = http.sockets[0].getsockname()[1]
+            reasons.append(await _reason_to_wait(f"127.0.0.1:{port}", SECRET))
+
+        assert keys.startswith("--keys: found keys that it does not accept; allowed: ")
+        assert keys.endswith(", which `pagewire router-keys` writes")
+        for reason in reasons:
+            assert reason.startswith("--controller: found a router or another server; allowed: ")
+            assert reason.endswith(", see controller_port")
+
+    asyncio.run(main())
+
+
 def test_a_feed_ends_though_its_cancellation_comes_as_the_end_of_a_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

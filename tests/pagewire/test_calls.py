@@ -278,9 +278,7 @@ def test_a_router_without_the_method_is_told_as_what_it_is():
         server = network.server("router-0:1")
         await server.start()
         async with AsyncClient("router-0:1", channel_factory=network.channel) as client:
-            with pytest.raises(
-                ConnectionFailedError, match="older router than this client"
-            ) as caught:
+            with pytest.raises(ConnectionFailedError, match="older than this client") as caught:
                 await client.generate("p")
             assert caught.value.code == "UNIMPLEMENTED"
 
