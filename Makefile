@@ -50,7 +50,7 @@ demo: $(READY) $(if $(MODEL),,$(TRAINED)) ## a local cluster answers questions a
 	$(CLUSTER_ENV) exec $(PY) -m cli demo $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 serve: $(READY) $(if $(MODEL),,$(TRAINED)) ## make serve MODEL=PATH ARGS="--prefill 1 --decode 1"; without MODEL that of the demo
-	$(CLUSTER_ENV) exec $(PY) -m cli serve $(if $(MODEL),--model $(MODEL),--model "$$($(CLUSTER_ENV) $(PY) -m cluster.demo_model)" $(DEMO_SAMPLING)) $(ARGS)
+	$(if $(MODEL),,model=$$($(CLUSTER_ENV) $(PY) -m cli.demo_model) &&) $(CLUSTER_ENV) exec $(PY) -m cli serve --model $(or $(MODEL),"$$model" $(DEMO_SAMPLING)) $(ARGS)
 
 test: $(DEV_READY) $(TRAINED) $(PROMTOOL) ## the suite for hosts without GPUs
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not cluster and not thorough and not browser" $(ARGS)

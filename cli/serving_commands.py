@@ -157,7 +157,8 @@ def demo(config: ClusterConfig) -> None:
 
 def _demo_model() -> tuple[Path, str]:
     """Return the demo's own model and its name."""
-    from cluster.demo_model import INSTALL_TRAINED, demo_model_dir, trained_model
+    with interrupts_end_at_once():
+        from cluster.demo_model import INSTALL_TRAINED, demo_model_dir, trained_model
 
     if trained := trained_model():
         return trained, model_name(trained)

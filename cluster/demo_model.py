@@ -7,7 +7,6 @@ nothing; tokens that are not printable have zero logits, so that it stays readab
 
 import hashlib
 import json
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -220,10 +219,3 @@ def _tokenizer_config() -> dict[str, Any]:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    trained = trained_model()
-    if trained is None:
-        print(f"random weights, as {INSTALL_TRAINED} has not been run", file=sys.stderr)
-    print(trained or demo_model_dir())

@@ -47,7 +47,7 @@ def serving(*options, **streams):
 # Sends itself SIGINT at the import of one module, as Ctrl-C at that moment does.
 IMPORT = """
 import importlib.abc, os, signal, sys
-from cli.__main__ import main
+from {entry} import main
 
 class Interrupter(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
@@ -61,19 +61,21 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("command", "module"),
+    ("entry", "command", "module"),
     [
-        ("doctor", "typer"),
-        ("doctor", "pagewire.cli.client_commands"),
-        ("doctor", "yaml"),
-        ("doctor", "torch"),
-        ("serve", "cli.serving_commands"),
-        ("status", "pagewire.cli.status"),
+        ("cli.__main__", "doctor", "typer"),
+        ("cli.__main__", "doctor", "pagewire.cli.client_commands"),
+        ("cli.__main__", "doctor", "yaml"),
+        ("cli.__main__", "doctor", "torch"),
+        ("cli.__main__", "serve", "cli.serving_commands"),
+        ("cli.__main__", "status", "pagewire.cli.status"),
+        ("cli.demo_model", "", "tokenizers"),  # of `make serve`
     ],
 )
-def test_an_interrupt_while_modules_are_imported_ends_it_in_silence(command, module):
+def test_an_interrupt_while_modules_are_imported_ends_it_in_silence(entry, command, module):
+    program = IMPORT.format(entry=entry)
     result = subprocess.run(
-        [sys.executable, "-c", IMPORT, command, module], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program, command, module], capture_output=True, text=True, timeout=60
     )
 
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")

@@ -83,6 +83,19 @@ def test_the_demos_model_alone_gets_its_sampling():
 
 
 @needs_make
+def test_nothing_is_served_if_the_demos_model_cannot_be_written_or_is_interrupted(tmp_path):
+    interpreter = tmp_path / "python"
+    interpreter.write_text('#!/bin/sh\necho "ran $*" >&2\nexit 130\n')
+    interpreter.chmod(0o755)
+    command = ["make", "--silent", "serve", f"PY={interpreter}"]
+
+    made = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+
+    ran = [line for line in made.stderr.splitlines() if line.startswith("ran")]
+    assert (made.returncode, ran) == (2, ["ran -m cli.demo_model"])
+
+
+@needs_make
 @pytest.mark.parametrize("code", [0, 1])
 def test_a_model_of_the_demo_that_cannot_be_installed_is_told_with_the_reason(tmp_path, code):
     venv = tmp_path / "venv"
