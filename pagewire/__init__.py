@@ -9,71 +9,72 @@
 """
 
 import os
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-from pagewire.errors import (
-    AuthenticationError,
-    CancelledError,
-    ClosedError,
-    ConnectionFailedError,
-    FieldViolation,
-    InvalidRequestError,
-    NotFoundError,
-    OverloadedError,
-    PagewireError,
-    RequestError,
-    ServerError,
-    TimeoutError,  # noqa: A004 - like asyncio's, it is meant to be used with its module's name
-    TlsError,
-    TransportError,
-    UnavailableError,
-)
-from pagewire.tool_calls import forced_calls
-from pagewire.types import (
-    Choice,
-    ClusterStatus,
-    Completion,
-    Constraint,
-    Delta,
-    Encryption,
-    HotPrefix,
-    Message,
-    Model,
-    PageCounts,
-    SamplingDefaults,
-    SamplingOptions,
-    TenantStatus,
-    TokenLogprob,
-    Tokens,
-    ToolCall,
-    Usage,
-    WorkerStatus,
-)
 
 # gRPC reads this at import. By default its threads continue in a forked process, on the parent's
 # connections, and crash it sooner or later, even if it never uses gRPC.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+TYPE_CHECKING = False  # as typing's, whose import takes longer than this whole module
 if TYPE_CHECKING:
     from pagewire.async_client import AsyncClient, AsyncStream
     from pagewire.client import Client, Stream
+    from pagewire.errors import (
+        AuthenticationError,
+        CancelledError,
+        ClosedError,
+        ConnectionFailedError,
+        FieldViolation,
+        InvalidRequestError,
+        NotFoundError,
+        OverloadedError,
+        PagewireError,
+        RequestError,
+        ServerError,
+        TimeoutError,  # noqa: A004 - like asyncio's, it is meant to be used with its module's name
+        TlsError,
+        TransportError,
+        UnavailableError,
+    )
     from pagewire.tls import Tls
+    from pagewire.tool_calls import forced_calls
+    from pagewire.types import (
+        Choice,
+        ClusterStatus,
+        Completion,
+        Constraint,
+        Delta,
+        Encryption,
+        HotPrefix,
+        Message,
+        Model,
+        PageCounts,
+        SamplingDefaults,
+        SamplingOptions,
+        TenantStatus,
+        TokenLogprob,
+        Tokens,
+        ToolCall,
+        Usage,
+        WorkerStatus,
+    )
 else:
-    # name |-> module that the name's first use imports, with gRPC: a command can set up its
-    # interrupts before, and a server that packs token ids needs no client.
-    _CLIENTS = {
-        "Client": "pagewire.client",
-        "Stream": "pagewire.client",
-        "AsyncClient": "pagewire.async_client",
-        "AsyncStream": "pagewire.async_client",
-        "Tls": "pagewire.tls",
-    }
+    # Imported on the first use of a name, in this order up to the module that has it: a command can
+    # set up its interrupts before, and who needs no client gets along without gRPC.
+    _MODULES = ("errors", "types", "tool_calls", "tls", "async_client", "client")
 
     def __getattr__(name):
-        if name not in _CLIENTS:
-            raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
-        return getattr(import_module(_CLIENTS[name]), name)
+        from importlib import import_module
+
+        if name in _MODULES:
+            return import_module(f"pagewire.{name}")
+        if name in __all__:
+            for each in _MODULES:
+                if hasattr(module := import_module(f"pagewire.{each}"), name):
+                    return getattr(module, name)
+        raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
+
+    def __dir__():
+        return [*globals(), *__all__]
 
 
 __all__ = [

@@ -3,7 +3,7 @@
 It imports the commands so that an interrupt ends silently.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 from pagewire.cli.early_interrupts import interrupts_end_at_once
 
@@ -17,11 +17,12 @@ def main() -> None:
     run()
 
 
-def _command_line() -> Any:
+def _command_line() -> Callable[[], None]:
     from importlib import metadata
 
     for each in metadata.entry_points(group=SERVER):
-        return each.load()
+        run: Callable[[], None] = each.load()
+        return run
     from pagewire.cli import commands
 
     return commands.main

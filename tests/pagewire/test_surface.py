@@ -48,6 +48,29 @@ def test_importing_the_client_stays_light():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_command_can_set_up_its_interrupts_before_slow_imports():
+    code = (
+        "import sys; before = set(sys.modules);"
+        "import pagewire.cli.__main__;"
+        "ours = {each for each in sys.modules if each.startswith('pagewire')};"
+        "print(*sorted(ours), 'typing' in set(sys.modules) - before)"
+    )
+    told = subprocess.check_output([sys.executable, "-S", "-c", code], text=True).split()
+    assert told == [
+        *("pagewire", "pagewire.cli", "pagewire.cli.__main__", "pagewire.cli.early_interrupts"),
+        "False",
+    ]
+
+
+def test_modules_and_names_are_shown_and_found_without_an_import_of_their_own():
+    code = (
+        "import pagewire;"
+        "assert set(pagewire.__all__) <= set(dir(pagewire));"
+        "assert pagewire.errors.ClosedError is pagewire.ClosedError"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_name_that_is_not_exported_is_an_import_error():
     with pytest.raises(ImportError, match="cannot import name 'Cleint' from 'pagewire'"):
         from pagewire import Cleint  # noqa: F401
