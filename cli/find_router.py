@@ -1,6 +1,6 @@
 """Finds the router for a client command, in the same way for all of these commands."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated
@@ -11,7 +11,7 @@ from cluster.certificates import own_client
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError, StartError, Stopping
 from cluster.local_head import find_head
-from cluster.served import served_clusters
+from cluster.served import ServedCluster, served_clusters
 from pagewire import Client, ClusterStatus, ConnectionFailedError, Tls
 from pagewire.cli.client_commands import (
     ANSWER_TIMEOUT_S,
@@ -32,8 +32,8 @@ AddressFlag = Annotated[
     typer.Option(
         "--address",
         help="Address of the router, host:port. Default: the router of the cluster at "
-        "--ray-address, else of `pagewire up` or `pagewire serve` on this host, else "
-        f"{DEFAULT_ADDRESS}.",
+        "--ray-address, else of the only one of `pagewire up` and `pagewire serve` on this host, "
+        f"else {DEFAULT_ADDRESS}.",
     ),
 ]
 RayAddressFlag = Annotated[
@@ -60,14 +60,15 @@ def find_router(address: str | None, ray_address: str) -> FoundRouter:
         ray_address: The value of --ray-address; empty: the Ray of `pagewire up`, if one runs.
 
     Raises:
-        ConfigError: Several clusters of `pagewire serve` run here.
+        ConfigError: Several clusters run here, and neither argument chooses one.
         NotRunning: No cluster runs on that Ray.
         StartError: The Ray does not answer, or the cluster has no router yet.
     """
     if address:
         return FoundRouter(address=address)
+    served = [] if ray_address else served_clusters()
     if not ray_address and find_head() is None:
-        return _served_here()
+        return _only_one(served)
     with interrupts_end_at_once():
         from cluster.environment import prepare_ray
 
@@ -76,25 +77,33 @@ def find_router(address: str | None, ray_address: str) -> FoundRouter:
 
     with attached(ray_address) as controller:
         found = FoundRouter(address=router_address(), token=router_token())
+        if served:
+            raise _several([f"{found.address} (of `pagewire up`)", *map(_name, served)])
         with suppress(StartError):  # a router serves even while the controller does not answer
             facts = ask(controller.facts.remote(), ANSWER_TIMEOUT_S)
             found = replace(found, is_stopping=facts.is_stopping, config=facts.config)
         return found
 
 
-def _served_here() -> FoundRouter:
+def _only_one(served: Sequence[ServedCluster]) -> FoundRouter:
     """Return the router of this host's `pagewire serve`, as far as one is known."""
-    match served_clusters():
+    match served:
         case []:
             return FoundRouter(address=DEFAULT_ADDRESS)
-        case [served]:
-            return FoundRouter(address=served.address, token=served.token, tls=served.tls)
+        case [only]:
+            return FoundRouter(address=only.address, token=only.token, tls=only.tls)
         case several:
-            addresses = ", ".join(each.address for each in several)
-            raise ConfigError(
-                f"{len(several)} clusters of `pagewire serve` run on this host; choose one with "
-                f"--address: {addresses}"
-            )
+            raise _several([*map(_name, several)])
+
+
+def _name(served: ServedCluster) -> str:
+    return f"{served.address} (of `pagewire serve`)"
+
+
+def _several(names: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"{len(names)} clusters run on this host; choose one with --address: {', '.join(names)}"
+    )
 
 
 @contextmanager

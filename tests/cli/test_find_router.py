@@ -125,14 +125,29 @@ def test_of_several_clusters_of_serve_one_is_to_be_chosen(host):
     with published(one), published(other):
         result = run_main("status")
 
-    told = "error: 2 clusters of `pagewire serve` run on this host; choose one with --address: h:"
-    assert (result.returncode, result.stderr.startswith(told)) == (2, True)
+    told = "2 clusters run on this host; choose one with --address"
+    serve = "(of `pagewire serve`)"
+    assert result.returncode == 2
+    assert result.stderr in {
+        f"error: {told}: h:{first} {serve}, h:{second} {serve}\n" for first, second in ("12", "21")
+    }
 
 
-def test_a_cluster_of_up_counts_before_that_of_serve(host):
-    with published(ServedCluster(pid=1, address="h:1", token="", tls=None)):
-        assert module.find_router(None, "").address == host.router_address
-    assert host.attached_to == [""]
+def test_of_a_cluster_of_up_and_one_of_serve_one_is_to_be_chosen(host):
+    with (
+        serving_in_thread(answer) as (host.router_address, _),
+        published(ServedCluster(pid=1, address="h:1", token="", tls=None)),
+    ):
+        refused = run_main("status", "--once")
+        named = run_main("status", "--once", "--address", host.router_address)
+        on_its_ray = run_main("status", "--once", "--ray-address", HEAD.ray_address)
+
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == (
+        "error: 2 clusters run on this host; choose one with --address: "
+        f"{host.router_address} (of `pagewire up`), h:1 (of `pagewire serve`)\n"
+    )
+    assert (named.returncode, on_its_ray.returncode) == (0, 0)
 
 
 def test_commands_call_with_the_token_of_the_cluster_unless_they_are_given_one(host, monkeypatch):
