@@ -10,9 +10,11 @@
 
 import os
 
-# gRPC reads this at import. By default its threads continue in a forked process, on the parent's
-# connections, and crash it sooner or later, even if it never uses gRPC.
+# gRPC reads these at import. By default its threads continue in a forked process, on the parent's
+# connections, and crash it sooner or later, even if it never uses gRPC; and it reports each
+# connection that a stopping router ends as if something were wrong. Errors are still reported.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 TYPE_CHECKING = False  # as typing's, whose import takes longer than this whole module
 if TYPE_CHECKING:

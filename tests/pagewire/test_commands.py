@@ -134,10 +134,11 @@ def test_the_client_alone_answers():
     assert "decode-0" in result.output
 
 
+@pytest.mark.parametrize("module", ["pagewire", "pagewire.cli.__main__"])
 @pytest.mark.parametrize("own", [{}, {"GRPC_VERBOSITY": "DEBUG"}])
-def test_grpc_is_told_to_be_quiet_before_it_is_imported(own):
-    code = """import os, sys
-import pagewire.cli.__main__
+def test_grpc_is_told_to_be_quiet_before_it_is_imported(own, module):
+    code = f"""import os, sys
+import {module}
 print(os.environ["GRPC_VERBOSITY"], "grpc" in sys.modules)"""
     environment = {key: value for key, value in os.environ.items() if key != "GRPC_VERBOSITY"}
 
