@@ -9,6 +9,7 @@ import typer
 
 from cluster.certificates import own_client
 from cluster.config import ClusterConfig
+from cluster.config_file import load_config
 from cluster.errors import ConfigError, StartError, Stopping
 from cluster.local_head import find_head
 from cluster.served import ServedCluster, served_clusters
@@ -60,10 +61,12 @@ def find_router(address: str | None, ray_address: str) -> FoundRouter:
         ray_address: The value of --ray-address; empty: the Ray of `pagewire up`, if one runs.
 
     Raises:
-        ConfigError: Several clusters run here, and neither argument chooses one.
+        ConfigError: That is no address of a Ray, or several clusters run here, and neither argument
+            chooses one.
         NotRunning: No cluster runs on that Ray.
         StartError: The Ray does not answer, or the cluster has no router yet.
     """
+    load_config(None, {"ray_address": ray_address})  # checks it
     if address:
         return FoundRouter(address=address)
     served = [] if ray_address else served_clusters()

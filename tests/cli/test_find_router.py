@@ -68,6 +68,16 @@ def test_each_client_command_looks_on_the_ray_that_it_is_given(host, command):
     assert result.stderr == "error: no cluster runs on the Ray at 10.0.0.7:6379\n"
 
 
+@pytest.mark.parametrize("wrong", ["foo", "127.0.0.1", "localhost:99999"])
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_each_client_command_refuses_what_is_no_address_of_a_ray(host, command, wrong):
+    result = run_main(*command, "--ray-address", wrong)
+
+    assert (result.returncode, host.attached_to) == (2, [])
+    told = f"error: --ray-address: found {wrong!r}; allowed: host:port of a Ray cluster, as in "
+    assert result.stderr == f"{told}10.0.0.1:6379, or auto\n"
+
+
 def test_an_address_that_is_given_counts_before_any_cluster(host):
     with serving_in_thread(answer) as (address, _):
         result = run_main("generate", "x", "--address", address)
