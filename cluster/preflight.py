@@ -51,7 +51,7 @@ def check_start(
         lambda: check_model_files(model),
     )
     if config.ray_address:
-        from cluster.ray_address import check_ray_answers  # imports gRPC
+        from cluster.ray_address import check_ray_answers  # imports Ray
 
         check_all(*anywhere)
         check_model_folder(model)

@@ -1,11 +1,15 @@
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import grpc
 import pytest
+from ray._private import services
 
+from cluster import ray_address
 from cluster.errors import StartError
-from cluster.ray_address import check_ray_answers
+from cluster.ray_address import HEAD_METHOD, check_ray_answers
 from tests.support.wall_clock import assert_within
 
 
@@ -36,12 +40,119 @@ def test_an_unknown_host_is_refused():
         check_ray_answers("no-such-host.invalid:6379")
 
 
-def test_a_grpc_server_passes_and_the_rest_is_left_to_ray():
-    server = grpc.server(None)
+@contextmanager
+def answering(method, answer):
+    """A gRPC server with one method, which `answer` answers; yields its address."""
+
+    class Service(grpc.GenericRpcHandler):
+        def service(self, call):
+            if call.method == method:
+                return grpc.unary_unary_rpc_method_handler(answer)
+            return None
+
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[Service()])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        check_ray_answers(f"127.0.0.1:{port}")
+        yield f"127.0.0.1:{port}"
     finally:
         server.stop(None)
-    check_ray_answers("auto")
+
+
+@pytest.fixture
+def ray_uses(monkeypatch):
+    """Have Ray take another address of this host for the loopback address."""
+    return lambda address: monkeypatch.setattr(services, "get_node_ip_address", lambda: address)
+
+
+def test_the_head_of_a_ray_cluster_passes(ray_uses):
+    ray_uses("127.0.0.1")
+
+    with answering(HEAD_METHOD, lambda request, context: b"") as address:
+        check_ray_answers(address)
+
+
+def test_a_grpc_server_that_is_no_ray_is_refused_at_once(ray_uses):
+    ray_uses("127.0.0.1")
+    started = time.monotonic()
+
+    with (
+        answering("/another/Method", lambda request, context: b"") as address,
+        pytest.raises(StartError, match="not the head of a Ray cluster"),
+    ):
+        check_ray_answers(address)
+
+    assert_within(time.monotonic() - started, 1)
+
+
+def test_a_ray_that_refuses_the_token_is_told_apart(ray_uses):
+    ray_uses("127.0.0.1")
+
+    def refuse(request, context):
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+
+    with (
+        answering(HEAD_METHOD, refuse) as address,
+        pytest.raises(StartError, match=r"refuses the token .* RAY_AUTH_TOKEN_PATH"),
+    ):
+        check_ray_answers(address)
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_given", "told"),
+    [(None, False, "Bearer x"), (None, True, None), ("disabled", False, None)],
+    ids=["found", "given", "disabled"],
+)
+def test_only_a_ray_that_is_found_here_is_told_a_token_without_a_mode(
+    ray_uses, monkeypatch, mode, is_given, told
+):
+    class Loader:
+        instance = staticmethod(lambda: Loader)
+
+        @staticmethod
+        def get_token_for_http_header(ignore_auth_mode):
+            return {"authorization": "Bearer x"} if ignore_auth_mode else {}
+
+    monkeypatch.setattr(ray_address, "AuthenticationTokenLoader", Loader)
+    for variable in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+    if mode:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    ray_uses("127.0.0.1")
+    got = []
+
+    def listen(request, context):
+        got.append(dict(context.invocation_metadata()).get("authorization"))
+        return b""
+
+    with answering(HEAD_METHOD, listen) as address:
+        monkeypatch.setattr(services, "find_gcs_addresses", lambda: frozenset([address]))
+        check_ray_answers(address if is_given else "auto")
+
+    assert got == [told]
+
+
+def test_an_address_for_which_ray_takes_another_is_told_with_it(ray_uses):
+    ray_uses("127.0.0.2")
+
+    with answering(HEAD_METHOD, lambda request, context: b"") as address:
+        port = address.rpartition(":")[2]
+        told = f"ray_address is {address}, for which Ray takes 127.0.0.2:{port}, and no Ray .* refu"
+        with pytest.raises(StartError, match=told + ".* find it without ray_address; `ray start"):
+            check_ray_answers(address)
+
+
+def test_what_ray_finds_by_itself_is_checked_too(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.255.255.255:1")
+
+    with pytest.raises(StartError, match=r"is auto, for which Ray takes 10\.255\.255\.255:1, and"):
+        check_ray_answers("auto")
+
+
+def test_a_host_without_a_ray_is_told(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(services, "find_gcs_addresses", frozenset)
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda folder: None)
+
+    with pytest.raises(StartError, match=r"ray_address is auto, .* finds none on this host"):
+        check_ray_answers("auto")
