@@ -17,7 +17,7 @@ from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts
 from cluster.deployment import check_same
 from cluster.devices import count_gpus
-from cluster.errors import RayLost, StartError, Stopping
+from cluster.errors import ConfigError, RayLost, StartError, Stopping
 from cluster.launch import (
     RunningCluster,
     StartWatch,
@@ -74,7 +74,12 @@ def bring_up(
             facts: ClusterFacts = ask_starting(controller.facts.remote(), watch.say, watch.check)
             if facts.is_stopping:
                 raise Stopping
-            scaled = check_same(facts.config, facts.workers.counts, config)
+            try:
+                scaled = check_same(facts.config, facts.workers.counts, config)
+            except ConfigError:
+                # Whoever ended the cluster to start this one must not find it impossible then.
+                check_start(config, watch.say, is_running=True)
+                raise
             watch.say(f"a cluster with this configuration is already running: {_told(facts)}")
             for each in scaled:
                 watch.say(each)

@@ -14,6 +14,8 @@ from cluster.config_options import config_options, pool_options
 from cluster.errors import ConfigError
 from cluster.pool_config import ROLES, pool_key
 from cluster.pool_config import SECTION as POOLS
+from credentials.errors import KeyFileError
+from credentials.key_file import read_secret
 from credentials.secret import ClusterSecret
 from options.kept_by_name import kept_by_name
 
@@ -32,6 +34,20 @@ class Deployment:
     home_resource: str  # of the host that clients and routers outside know by its address
     environment: Mapping[str, str]  # forwarded_environment() where it was started
     visible_gpus: str | None  # CUDA_VISIBLE_DEVICES there
+
+
+def secret_of(config: ClusterConfig) -> ClusterSecret:
+    """Return the secret of the configured file, or a new one.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not private or long enough.
+    """
+    if not config.secret_file:
+        return ClusterSecret.generate()
+    try:
+        return read_secret(Path(config.secret_file))
+    except KeyFileError as error:
+        raise ConfigError(f"secret_file: {error}") from error
 
 
 def check_same(

@@ -13,7 +13,6 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,10 +21,10 @@ from cluster.attach import AT_ONCE_S, ask_starting, attach_ray, named_actors
 from cluster.certificates import check_links, own_client, with_absolute_files
 from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts, ControllerActor, own_address
-from cluster.deployment import Deployment
+from cluster.deployment import Deployment, secret_of
 from cluster.descendants import killing_those_asked
 from cluster.environment import forwarded_environment
-from cluster.errors import ConfigError, RayLost, StartError
+from cluster.errors import RayLost, StartError
 from cluster.local_ray import LocalRay
 from cluster.placement import (
     CONTROL_GROUP,
@@ -55,9 +54,6 @@ from cluster.readiness import (
     wait_until_served,
 )
 from cluster.scaling import is_worker, told_counts, worker_ids
-from credentials.errors import KeyFileError
-from credentials.key_file import read_secret
-from credentials.secret import ClusterSecret
 from llm_engine.load_progress import ReportLoaded
 from observability.logs import fields
 from protos.addresses import is_loopback
@@ -222,7 +218,7 @@ def deploy(
         config=config,
         device=device,
         # Actors get their keys as arguments, which only users of this Ray can read.
-        secret=_secret(config),
+        secret=secret_of(config),
         home_resource=home_resource(),
         environment=environment,
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -254,15 +250,6 @@ def _check_pools(deployment: Deployment) -> None:
     names = worker_ids(config.prefill, config.decode, config.further_pools)
     for _, pool in groupby(names, key=pool_of):
         check_pool({name: needs_of(deployment, name) for name in pool}, nodes)
-
-
-def _secret(config: ClusterConfig) -> ClusterSecret:
-    if not config.secret_file:
-        return ClusterSecret.generate()
-    try:
-        return read_secret(Path(config.secret_file))
-    except KeyFileError as error:
-        raise ConfigError(f"secret_file: {error}") from error
 
 
 def find_cluster(facts: ClusterFacts, deadline: float, watch: StartWatch) -> RunningCluster:

@@ -1,4 +1,7 @@
-"""Refuses impossible starts before anything runs. Without Ray: importing it takes a second."""
+"""Refuses impossible starts before anything runs.
+
+Imports Ray only to look for one that runs: the import takes a second.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +15,7 @@ from cluster.capacity import (
 from cluster.certificates import check_certificates
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.config_options import config_options
+from cluster.deployment import secret_of
 from cluster.devices import check_gpus, check_port_free, count_gpus, most_gpus, resolve_device
 from cluster.errors import ConfigError, PlacementError
 from cluster.host_memory import read_host_memory
@@ -24,13 +28,18 @@ from router.tenants.file import read_tenants
 
 
 def check_start(
-    config: ClusterConfig, say: Callable[[str], None] = lambda line: None
+    config: ClusterConfig,
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    is_running: bool = False,
 ) -> str | None:
     """Refuse a configuration that cannot be started; the cheapest checks come first.
 
     Args:
         config: The cluster to start.
         say: Gets warnings.
+        is_running: The cluster to replace still runs. Ports and memory, which it may hold, are not
+            checked.
 
     Returns:
         The workers' device; None: that of a Ray cluster, whose GPUs only Ray knows.
@@ -48,6 +57,7 @@ def check_start(
         lambda: _check_tenants_file(config.router.tenants_file),
         lambda: _check_tracing(config.tracing),
         lambda: _check_certificates(config, say),
+        lambda: secret_of(config),
         lambda: check_model_files(model),
     )
     if config.ray_address:
@@ -59,14 +69,13 @@ def check_start(
             check_kernels(model)
         check_ray_answers(config.ray_address)
         return None
-    check_all(
+    ports: tuple[Callable[[], object], ...] = (
         lambda: check_port_free(config.host, config.port),
         lambda: check_http_port_free(config),
         lambda: check_metrics_port_free(config),
         lambda: check_port_free(LOOPBACK, config.controller_port, flag="--controller-port"),
-        *anywhere,
-        lambda: _check_most_gpus(config),
     )
+    check_all(*(() if is_running else ports), *anywhere, lambda: _check_most_gpus(config))
     check_model_folder(model)
     device = choose_device(config, 0 if config.device == "cpu" else count_gpus())
     check_port_ranges(config, device, config.num_workers("prefill"), config.num_workers("decode"))
@@ -75,7 +84,8 @@ def check_start(
     else:
         if config.workers_per_gpu > 1:
             say(f"note: workers_per_gpu is {config.workers_per_gpu}, but no worker has a GPU")
-        _check_memory(config, say)
+        if not is_running:
+            _check_memory(config, say)
     return device
 
 

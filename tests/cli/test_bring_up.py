@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from cli.bring_up import bring_up
 from cli.stop_signals import StopSignals
 from cluster.config_file import load_config
 from cluster.controller import ClusterFacts
-from cluster.errors import Interrupted, RayLost, StartError, Stopping
+from cluster.demo_model import demo_model_dir
+from cluster.errors import ClusterError, ConfigError, Interrupted, RayLost, StartError, Stopping
 from cluster.local_head import LocalHead
 from cluster.scaling import ClusterWorkers
 
@@ -89,6 +91,42 @@ def test_a_second_up_tells_that_the_cluster_was_scaled(running, monkeypatch):
         "decode: running 2; wanted 1; the cluster was scaled since its start; "
         "`pagewire scale --decode 1` changes that",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            {"router.tenants_file": "/nope"},
+            "router.tenants_file: found '/nope', which",
+        ),
+        ({"secret_file": "/nope"}, "secret_file: /nope"),
+        ({"network_interface": "eth9"}, "network_interface: found 'eth9', which does not exist"),
+        ({"port_range": "20000-20001"}, "port_range: found '20000-20001', which has 2 ports"),
+        ({"host": "0.0.0.0"}, "other hosts can connect to 0.0.0.0"),
+        ({"model": "/nope"}, "model: found '/nope'; allowed: an existing folder"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_configuration_that_could_not_be_started_is_not_only_told_to_differ(
+    running, options, told
+):
+    options = {"model": str(demo_model_dir()), "device": "cpu", "cpu_pages_mib": 2**30} | options
+    asked = load_config(None, options)
+
+    with StopSignals() as signals, pytest.raises(ClusterError) as refusal:
+        bring_up(asked, signals, lambda line: None)
+
+    assert told in str(refusal.value)
+    assert "running" not in str(refusal.value)
+
+
+def test_ports_and_memory_that_the_running_cluster_holds_do_not_hide_what_differs(running):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = {"port": taken.getsockname()[1], "cpu_pages_mib": 2**30, "device": "cpu"}
+        asked = load_config(None, {"model": str(demo_model_dir())} | options)
+        with StopSignals() as signals, pytest.raises(ConfigError, match="`pagewire down` ends it"):
+            bring_up(asked, signals, lambda line: None)
 
 
 def test_the_end_of_the_head_ends_the_wait_for_its_cluster(running, monkeypatch):
