@@ -140,10 +140,14 @@ def scale(
     }
     for each in pool or ():
         name, _, number = each.partition("=")
-        if not re.fullmatch(r"-?\d{1,9}", number) or name in wanted:
+        if not re.fullmatch(r"-?\d{1,9}", number):
             raise ConfigError(
-                f"--pool: found {each!r}; allowed: a pool and the number of its workers, once for "
-                "each pool, as in small=4"
+                f"--pool: found {each!r}; allowed: a pool and the number of its workers, as in "
+                "small=4"
+            )
+        if name in wanted:
+            raise ConfigError(
+                f"--pool: found {each!r}, but {name} is given twice; allowed: each pool once"
             )
         wanted[name] = int(number)
     if not wanted:

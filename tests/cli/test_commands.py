@@ -224,6 +224,8 @@ def test_a_process_that_cannot_work_ends_with_words(arguments, exit_code, words)
         (["down", "--grace-s", "-1"], 2, f"'--grace-s': found '-1'; allowed: {GRACE}\n"),
         (["drain", "x", "--grace-s", "abc"], 2, f"'--grace-s': found 'abc'; allowed: {GRACE}\n"),
         (["scale", "--grace-s", "inf"], 2, f"'--grace-s': found 'inf'; allowed: {GRACE}\n"),
+        (["scale", "--pool", "small"], 2, "error: --pool: found 'small'; allowed: a pool and the"),
+        (["scale", "--decode", "2", "--pool", "decode=3"], 2, "decode=3', but decode is given twi"),
         (["scale"], 2, "error: --prefill, --decode, --pool: found none of them; allowed: at least"),
         (["top", "--interval", "x"], 2, "'--interval': found 'x'; allowed: a number\n"),
         (["generate", "x", "--top-k", "y"], 2, "found 'y' (str); allowed: an integer"),
