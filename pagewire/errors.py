@@ -83,6 +83,10 @@ class TransportError(PagewireError):
 class ConnectionFailedError(TransportError):
     """No router answers at the address, or the connection broke."""
 
+    def __init__(self, message: str, *, code: str, is_other: bool = False) -> None:
+        super().__init__(message, code=code)
+        self.is_other = is_other  # something answers, but no router
+
 
 class TlsError(TransportError):
     """A router answers, but one side requires TLS, or does not trust the other's certificate."""

@@ -314,7 +314,8 @@ def error_from(
                 told = f"no connection to {address}: {message}"
             else:
                 told = f"{address} is unavailable: {message}"
-            return errors.ConnectionFailedError(told, code=code.name)
+            is_other = told.startswith(other)
+            return errors.ConnectionFailedError(told, code=code.name, is_other=is_other)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             # If the router noticed first, its message says more.
             return timed_out(address, timeout_s, message if failure.trailing_metadata() else "")

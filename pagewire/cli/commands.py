@@ -27,6 +27,9 @@ SERVER_COMMANDS = (
     *("demo", "doctor", "down", "drain", "gateway", "move", "restart", "router", "router-keys"),
     *("scale", "serve", "tokens", "up"),
 )
+OTHER_REMEDY = (  # by the defaults of port and http_port
+    "Name the router by --address; its port is 50051 by default, while 8000 is the HTTP gateway's."
+)
 INSTALL_SERVER = "`pip install . './server[engine]'` in Pagewire's repository"
 
 
@@ -72,7 +75,7 @@ def run(app: Callable[[], None], *, remedy: str) -> None:
         guard_standard_output()
         app()
     except ConnectionFailedError as error:
-        sys.stderr.write(f"error: {error}\n{remedy}\n")
+        sys.stderr.write(f"error: {error}\n{OTHER_REMEDY if error.is_other else remedy}\n")
         sys.exit(1)
     except (OutputLost, PagewireError) as error:
         sys.stderr.writelines(f"error: {line}\n" for line in str(error).splitlines())

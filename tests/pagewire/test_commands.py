@@ -1,14 +1,19 @@
 """The command line of a client: what it has, and what it says of the rest."""
 
 import os
+import re
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from cli import commands as all_commands
+from cluster.config import ClusterConfig
+from options.option import options_of
 from pagewire.cli import commands
 from pagewire.cli.__main__ import SERVER
 from tests.pagewire.scripted_service import serving_in_thread
@@ -88,6 +93,28 @@ def test_a_router_that_is_not_there_is_told_in_two_lines():
     error, remedy = result.stderr.splitlines()
     assert error.startswith("error: no connection to 127.0.0.1:1: ")
     assert remedy == "No router answers there; name another one by --address."
+
+
+def test_whoever_names_the_http_gateway_is_told_the_port_of_the_router():
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as gateway:
+        serving = threading.Thread(target=gateway.serve_forever)
+        serving.start()
+        address = f"127.0.0.1:{gateway.server_port}"
+        code = "from pagewire.cli.commands import main; main()"
+        command = [sys.executable, "-c", code, "status", "--once", "--address", address]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        finally:
+            gateway.shutdown()
+            serving.join(10)
+
+    assert result.returncode == 1
+    error, remedy = result.stderr.splitlines()
+    told = f"error: something answers at {address}, but it is not a Pagewire router"
+    assert error.startswith(told)
+    assert remedy == commands.OTHER_REMEDY
+    ports = {options_of(ClusterConfig)[name].default for name in ("port", "http_port")}
+    assert ports == set(map(int, re.findall(r"\b\d+\b", remedy)))
 
 
 def test_the_command_of_the_server_replaces_that_of_the_client(tmp_path):
