@@ -118,8 +118,10 @@ def _name(path: str) -> str:
     return path.replace(".", "__")
 
 
-def _mapping(entries: Sequence[str]) -> dict[str, str]:
-    """Parse words of the form NAME=TEXT; without =, the text is empty."""
+def _mapping(entries: Sequence[str]) -> dict[str, str] | str:
+    """Parse words of the form NAME=TEXT; return one without =, which no option accepts."""
+    if wrong := [each for each in entries if "=" not in each]:
+        return wrong[0]
     parts = [each.partition("=") for each in entries]
     return {name: text for name, _, text in parts}
 

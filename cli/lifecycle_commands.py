@@ -167,8 +167,10 @@ def drain(config: ClusterConfig, worker: str | None, here: bool, grace_s: float 
     With --here, drain all workers of this host before it is removed; they start again elsewhere.
     """
     if here is (worker is not None):
-        found = f"{worker!r} and --here" if here else "neither"
-        raise ConfigError(f"WORKER: found {found}; allowed: the name of a worker, or --here")
+        found = f"{worker!r} and --here" if here else "none of them"
+        raise ConfigError(
+            f"WORKER, --here: found {found}; allowed: one of them, the name of a worker or --here"
+        )
     with _running(config) as controller:
         from cluster.scale_out import drain_host, drain_worker
 

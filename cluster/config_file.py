@@ -133,7 +133,10 @@ class _Reading:
         blamed = [name for name in blamed if name in self.values] or rest
         if not blamed:
             return  # an earlier problem was blamed on all of them
-        self._refuse(blamed[0], problem.told(lambda name: self._spell(path_in(section, name))))
+        told = problem.told(lambda name: self._spell(path_in(section, name)))
+        if blamed != rest and (found := path_in(section, problem.names[0])) != blamed[0]:
+            told += f"; {found} is not given and has its default"
+        self._refuse(blamed[0], told)
         for name in blamed:
             self.values.pop(name)
         self._without_role |= {pool_named(name) for name in blamed if name.endswith(".role")}

@@ -239,6 +239,13 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
             "port: 9\nhttp_port: 9",
             ["http_port: found 9; allowed: a port other than port, which is the ro"],
         ),
+        (
+            "port: 8000",
+            [
+                "cluster.yaml, line 1: http_port: found 8000; allowed: a port other than port, "
+                "which is the router's; http_port is not given and has its default"
+            ],
+        ),
         ("http_port: 70000", ["http_port: found 70000; allowed: an integer, 0 to 65535"]),
         (
             "http_gateway: {max_prompts: 0}",
