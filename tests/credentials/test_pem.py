@@ -287,3 +287,7 @@ def test_the_commands_of_the_documentation_make_what_fits(tmp_path: Path) -> Non
         authority_file=str(tmp_path / "authority.crt"),
     )
     assert read_pem(tls.files).names == ("pagewire",)
+    front = FrontTlsConfig(
+        certificate_file=str(tmp_path / "front.crt"), key_file=str(tmp_path / "front.key")
+    )
+    assert read_pem(front.files(tls)).names == ("llm.example.org", "localhost")
