@@ -146,14 +146,22 @@ class Admission:
             return False
         return True
 
-    async def tokenize(self, model_name: str, prompt: Prompt) -> tuple[str, bytes]:
+    async def tokenize(
+        self, model_name: str, prompt: Prompt, tenant: TenantRules
+    ) -> tuple[str, bytes]:
         """Return the text and the packed token ids that `admit` would use."""
         model = await self._model()
         check_model(model_name, model)
-        return await self._encode(prompt, model, lambda packed: packed)
+        return await self._encode(prompt, model, lambda packed: packed, tenant)
 
     async def detokenize(
-        self, model_name: str, packed: bytes, *, skip_special_tokens: bool, with_pieces: bool
+        self,
+        model_name: str,
+        packed: bytes,
+        *,
+        skip_special_tokens: bool,
+        with_pieces: bool,
+        tenant: TenantRules,
     ) -> tuple[str, list[str]]:
         """Return the text of packed token ids and, if requested, the text of each one."""
         model = await self._model()
@@ -161,7 +169,10 @@ class Admission:
         check_packed_token_ids("token_ids", packed)
         check_tokens("token_ids", packed, model)
         return await self._encoder.decode(
-            packed, skip_special_tokens=skip_special_tokens, with_pieces=with_pieces
+            packed,
+            skip_special_tokens=skip_special_tokens,
+            with_pieces=with_pieces,
+            tenant=tenant,
         )
 
     def admit_at_once(self, asking: Asking) -> tuple[Generation, bytes] | None:
@@ -209,13 +220,14 @@ class Admission:
         begun = self._resume_tokens.read(resumption.token) if resumption else None
         model = await self._model()
         check_model(asking.model_name, model)
-        check_and_hash = partial(self._check_and_hash, model, asking.account.tenant.rules)
-        text, checked = await self._encode(asking.prompt, model, check_and_hash)
+        tenant = asking.account.tenant.rules
+        check_and_hash = partial(self._check_and_hash, model, tenant)
+        text, checked = await self._encode(asking.prompt, model, check_and_hash, tenant)
         # What its caller has received is computed again, too, whatever it is.
         num_bytes = len(checked.packed) + (resumption.num_bytes_to_compute if resumption else 0)
         asking.account.use_prompt(num_bytes // TOKEN_BYTES)
         sampling = self._complete_sampling(asking, model, checked, begun)
-        await self._check_constraint(sampling, model, asking.account.tenant.rules.cache_salt)
+        await self._check_constraint(sampling, model, tenant)
         if begun:  # the first router may have known other workers
             sampling = replace(sampling, max_tokens=begun.max_tokens)
         generation = self._generation(asking, model, text, checked, sampling, begun)
@@ -223,7 +235,7 @@ class Admission:
         if resumption:
             self._resume_tokens.check(resumption.token, request, asking.asked, model.fingerprint)
             check_resumption(resumption, sampling, model)
-            await self._resume(generation, resumption)
+            await self._resume(generation, resumption, tenant)
             asking.account.skip(generation.num_tokens)
         return generation, self._resume_tokens.issue(request, asking.asked, model.fingerprint)
 
@@ -280,29 +292,37 @@ class Admission:
         )
         return Generation(request, self._folder.tokenizer)
 
-    async def _check_constraint(self, sampling: Sampling, model: ServedModel, salt: bytes) -> None:
+    async def _check_constraint(
+        self, sampling: Sampling, model: ServedModel, tenant: TenantRules
+    ) -> None:
         constraint = sampling.constraint
         if constraint is None or self._constraints is None:
             return
         field = f"sampling.constraint.{constraint.kind.value}"
         try:
-            await self._constraints.check(constraint, model, salt)
+            await self._constraints.check(constraint, model, tenant)
         except GrammarError as error:
             raise InvalidRequest(field, error.found, error.allowed) from None
 
-    async def _resume(self, generation: Generation, resumption: Resumption) -> None:
+    async def _resume(
+        self, generation: Generation, resumption: Resumption, tenant: TenantRules
+    ) -> None:
         num_bytes = sum(len(each.packed_token_ids) for each in resumption.choices)
         work = partial(generation.resume, resumption.choices)
         if num_bytes <= LARGE_PIECES_BYTES:
             work()
         else:
-            await self._off_loop.run(work, num_bytes)
+            await self._off_loop.run(work, num_bytes, tenant)
 
     async def _encode(
-        self, prompt: Prompt, model: ServedModel, finish: Callable[[bytes], T]
+        self,
+        prompt: Prompt,
+        model: ServedModel,
+        finish: Callable[[bytes], T],
+        tenant: TenantRules,
     ) -> tuple[str, T]:
         max_chars = self._config.prompt_chars_limit(model.max_context_tokens)
-        return await self._encoder.encode(prompt, finish, max_chars=max_chars)
+        return await self._encoder.encode(prompt, finish, max_chars=max_chars, tenant=tenant)
 
     async def _model(self) -> ServedModel:
         until = asyncio.get_running_loop().time() + self._config.worker_wait_s

@@ -15,6 +15,7 @@ from router.errors import (
     TemplateLimit,
     WrongTools,
 )
+from router.tenants.tenant import NO_TENANT, TenantRules
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,14 @@ class ChatRenderer(Protocol):
         ...
 
     async def render(
-        self, messages: Messages, tools_json: str = "", *, add_generation_prompt: bool = True
+        self,
+        messages: Messages,
+        tools_json: str = "",
+        *,
+        add_generation_prompt: bool = True,
+        tenant: TenantRules = NO_TENANT,
     ) -> str:
-        """Render a chat, as ChatTemplate does; also raises Overloaded."""
+        """Render a chat of a tenant, as ChatTemplate does; also raises Overloaded."""
         ...
 
     async def close(self) -> None:
@@ -95,7 +101,12 @@ class ChildRenderer:
             logger.warning("chat_template_failed", extra=fields(error=str(error)))
 
     async def render(
-        self, messages: Messages, tools_json: str = "", *, add_generation_prompt: bool = True
+        self,
+        messages: Messages,
+        tools_json: str = "",
+        *,
+        add_generation_prompt: bool = True,
+        tenant: TenantRules = NO_TENANT,
     ) -> str:
         try:
             chat = {
@@ -103,7 +114,7 @@ class ChildRenderer:
                 "tools_json": tools_json,
                 "add_generation_prompt": add_generation_prompt,
             }
-            answer = await self._pool.ask(chat)
+            answer = await self._pool.ask(chat, tenant)
         except ChildLimit as limit:
             raise TemplateLimit(str(limit)) from None
         _check(answer)

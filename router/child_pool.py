@@ -26,6 +26,8 @@ from observability.logs import fields
 from pagewire.protos.call_tasks import mark_seen
 from router.child_side import LENGTH_BYTES
 from router.errors import ChildCrash, ChildLimit, Overloaded
+from router.tenants.line import Line, Room
+from router.tenants.tenant import NO_TENANT, TenantRules
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class ChildLimits:
 
 
 class ChildPool:
-    """A few warm children of one kind.
+    """A few warm children of one kind. Tenants whose questions wait take turns.
 
     Args:
         module: Has the `main` that children run.
@@ -88,8 +90,8 @@ class ChildPool:
         self._max_answer_bytes = max_answer_bytes
         self._busy = busy
         self._children: set[_Child] = set()
-        self._idle: asyncio.Queue[_Child] = asyncio.Queue()
-        self._num_waiting = 0
+        self._idle: Line[_Child] = Line()
+        self._waiting = Room(MAX_WAITING)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
@@ -97,29 +99,29 @@ class ChildPool:
         spawning = [self._hold(self._spawn()) for _ in range(self._num_children)]
         try:
             for child in await asyncio.gather(*spawning):
-                self._idle.put_nowait(child)
+                self._idle.put(child)
         except BaseException:
             await self.close()  # no process outlives a failure
             raise
 
-    async def ask(self, question: Mapping[str, object]) -> Answer:
-        """Return the answer of some child.
+    async def ask(self, question: Mapping[str, object], tenant: TenantRules = NO_TENANT) -> Answer:
+        """Return the answer of some child to a question of a tenant.
 
         Raises:
             ChildLimit: The answer exceeds a limit.
-            Overloaded: Too many questions wait.
+            Overloaded: Too many questions wait, or too many of this tenant.
         """
-        if self._num_waiting >= MAX_WAITING:
-            raise Overloaded(f"{MAX_WAITING} {self._busy}", self._limits.cpu_s)
-        self._num_waiting += 1
+        if not self._waiting.take(tenant):
+            raise Overloaded(f"{self._waiting.taken} {self._busy}", self._limits.cpu_s)
         try:
             async with asyncio.timeout(self._limits.wall_s):
-                while (child := await self._idle.get()).is_gone:  # killed from outside, while idle
+                # Killed from outside, while idle:
+                while (child := await self._idle.get(tenant)).is_gone:
                     self._hold(self._replace(child))
         except TimeoutError:
             raise Overloaded(f"too many {self._busy}", self._limits.cpu_s) from None
         finally:
-            self._num_waiting -= 1
+            self._waiting.leave(tenant)
         # A caller that leaves must not leave a child with half an answer.
         return await asyncio.shield(self._hold(self._ask(child, question)))
 
@@ -137,14 +139,14 @@ class ChildPool:
         except Exception:  # also a bug here: whatever is left of the child, its place is not lost
             self._hold(self._replace(child))
             raise
-        self._idle.put_nowait(child)
+        self._idle.put(child)
         return answer
 
     async def _replace(self, child: "_Child") -> None:
         await self._end(child)
         while True:
             try:
-                self._idle.put_nowait(await self._spawn())
+                self._idle.put(await self._spawn())
             except Exception as error:  # also of check_ready
                 logger.warning("child_failed", extra=fields(kind=self._module, error=str(error)))
                 await asyncio.sleep(RESPAWN_PAUSE_S)

@@ -6,6 +6,7 @@ and the limits higher. See docs/decisions/0032-answers-held-to-a-form.md.
 
 import asyncio
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from pagewire.protos.call_tasks import mark_seen
 from router.child_pool import Answer, ChildLimits, ChildPool
 from router.errors import ChildCrash, ChildLimit
 from router.request import ServedModel
+from router.tenants.tenant import NO_TENANT, TenantRules
 
 MAX_ANSWER_BYTES = 1 << 16
 CPU_S = 0.7  # of one: a client whose constraint is too large knows within a second
@@ -25,25 +27,29 @@ MAX_KNOWN_BYTES = 4 << 20  # of them all
 class ConstraintChecker(Protocol):
     """Decides whether constraints can be served."""
 
-    async def check(self, constraint: Constraint, model: ServedModel, salt: bytes = b"") -> None:
-        """Return if a worker can compile a constraint, else raise.
-
-        Args:
-            constraint: What a request asks for.
-            model: The model that it is for.
-            salt: Of the tenant's cache, so that no tenant learns from the time that a check takes
-                what another one has asked for.
+    async def check(
+        self, constraint: Constraint, model: ServedModel, tenant: TenantRules = NO_TENANT
+    ) -> None:
+        """Return if a worker can compile a constraint of a tenant, else raise.
 
         Raises:
             InvalidConstraint: It is wrong, or exceeds a limit.
             NoVocabulary: The model's tokenizer cannot be used.
-            Overloaded: Too many constraints wait to be tried.
+            Overloaded: Too many constraints wait to be tried, or too many of this tenant.
         """
         ...
 
     async def close(self) -> None:
         """End; no check may be under way."""
         ...
+
+
+@dataclass(eq=False, slots=True)
+class _Trial:
+    """A constraint that was tried, or is about to be."""
+
+    task: asyncio.Task[None]
+    num_callers: int = 0  # that wait for it
 
 
 class ChildChecker:
@@ -60,35 +66,43 @@ class ChildChecker:
         self._num_children = num_children
         self._limits = limits or ChildLimits(cpu_s=CPU_S)
         self._starting: asyncio.Task[ChildPool] | None = None
-        # Tried, or about to be, by salt and constraint.
-        self._known: OrderedDict[tuple[bytes, Constraint], asyncio.Task[None]] = OrderedDict()
+        # By tenant: nobody waits in another one's line, or learns what others have asked for.
+        self._known: OrderedDict[tuple[str, Constraint], _Trial] = OrderedDict()
         self._num_bytes = 0
 
-    async def check(self, constraint: Constraint, model: ServedModel, salt: bytes = b"") -> None:
-        key = salt, constraint
-        known = self._known.get(key)
-        if known is None:
-            known = asyncio.create_task(self._try(constraint, model), name="constraint-check")
-            known.add_done_callback(mark_seen)  # of a constraint whose callers left
-            self._keep(key, known)
+    async def check(
+        self, constraint: Constraint, model: ServedModel, tenant: TenantRules = NO_TENANT
+    ) -> None:
+        key = tenant.name, constraint
+        trial = self._known.get(key)
+        if trial is None:
+            trying = self._try(constraint, model, tenant)
+            trial = _Trial(asyncio.create_task(trying, name="constraint-check"))
+            trial.task.add_done_callback(mark_seen)  # of a constraint whose callers left
+            self._keep(key, trial)
         else:
             self._known.move_to_end(key)
+        trial.num_callers += 1
         try:
-            await asyncio.shield(known)
+            await asyncio.shield(trial.task)
         finally:
-            if known.done() and (known.cancelled() or known.exception()):
-                self._drop(key, known)
+            trial.num_callers -= 1
+            if not (trial.num_callers or trial.task.done()):
+                trial.task.cancel()  # nobody waits for it, so it waits no longer
+                self._drop(key, trial)
+            elif trial.task.done() and (trial.task.cancelled() or trial.task.exception()):
+                self._drop(key, trial)
 
     async def close(self) -> None:
         for each in self._known.values():
-            each.cancel()
+            each.task.cancel()
         if self._starting:
             self._starting.cancel()
             await asyncio.wait({self._starting})
             if not self._starting.cancelled() and not self._starting.exception():
                 await self._starting.result().close()
 
-    async def _try(self, constraint: Constraint, model: ServedModel) -> None:
+    async def _try(self, constraint: Constraint, model: ServedModel, tenant: TenantRules) -> None:
         pool = await self._pool(model)
         question = {
             "kind": constraint.kind.value,
@@ -96,7 +110,7 @@ class ChildChecker:
             "choices": constraint.choices,
         }
         try:
-            answer = await pool.ask(question)
+            answer = await pool.ask(question, tenant)
         except ChildCrash:
             raise InvalidConstraint("one that is too large to check", "a simpler one") from None
         except ChildLimit as limit:
@@ -132,15 +146,15 @@ class ChildChecker:
             raise NoVocabulary(f"the process that reads it {limit}") from None
         return pool
 
-    def _keep(self, key: tuple[bytes, Constraint], known: "asyncio.Task[None]") -> None:
-        self._known[key] = known
+    def _keep(self, key: tuple[str, Constraint], trial: _Trial) -> None:
+        self._known[key] = trial
         self._num_bytes += key[1].num_bytes
         while len(self._known) > MAX_KNOWN or self._num_bytes > MAX_KNOWN_BYTES:
             (_, oldest), _ = self._known.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
 
-    def _drop(self, key: tuple[bytes, Constraint], known: "asyncio.Task[None]") -> None:
-        if self._known.get(key) is known:
+    def _drop(self, key: tuple[str, Constraint], trial: _Trial) -> None:
+        if self._known.get(key) is trial:
             del self._known[key]
             self._num_bytes -= key[1].num_bytes
 

@@ -6,6 +6,8 @@ from typing import Protocol, TypeVar
 
 from pagewire.protos.call_tasks import mark_seen
 from router.errors import Overloaded
+from router.tenants.line import Line, Room
+from router.tenants.tenant import NO_TENANT, TenantRules
 
 T = TypeVar("T")
 
@@ -22,36 +24,41 @@ class RunBlocking(Protocol):
 class OffLoop:
     """Bounds the number of functions that run at once and the size of the waiting ones.
 
-    A cancelled caller gives up its place in the queue at once; a running function keeps its place
-    to the end, because a thread cannot be stopped.
+    Tenants that wait take turns, and none fills all of the size. A cancelled caller gives up its
+    place in the queue at once; a running function keeps its place to the end, because a thread
+    cannot be stopped.
     """
 
     def __init__(self, run_blocking: RunBlocking, *, retry_delay_s: float) -> None:
         self._run_blocking = run_blocking
         self._retry_delay_s = retry_delay_s
-        self._places = asyncio.Semaphore(MAX_RUNNING)
-        self._num_bytes = 0
+        self._places: Line[None] = Line()
+        for _ in range(MAX_RUNNING):
+            self._places.put(None)
+        self._room = Room(MAX_BYTES)
 
-    async def run(self, function: Callable[[], T], num_bytes: int) -> T:
-        """Return the result of a function that works on this many bytes.
+    async def run(
+        self, function: Callable[[], T], num_bytes: int, tenant: TenantRules = NO_TENANT
+    ) -> T:
+        """Return the result of a function that works on this many bytes for a tenant.
 
         Raises:
             Overloaded: Too much waits already.
         """
-        if self._num_bytes and self._num_bytes + num_bytes > MAX_BYTES:
+        if not self._room.take(tenant, num_bytes):
             raise Overloaded(
-                f"prompts of {self._num_bytes >> 20} MiB wait to be tokenized", self._retry_delay_s
+                f"prompts of {self._room.taken >> 20} MiB wait to be tokenized",
+                self._retry_delay_s,
             )
-        self._num_bytes += num_bytes
         try:
-            await self._places.acquire()
+            await self._places.get(tenant)
         except BaseException:
-            self._num_bytes -= num_bytes
+            self._room.leave(tenant, num_bytes)
             raise
 
         def leave(running: "asyncio.Future[T]") -> None:
-            self._num_bytes -= num_bytes
-            self._places.release()
+            self._room.leave(tenant, num_bytes)
+            self._places.put(None)
             mark_seen(running)  # of a caller that left
 
         running = asyncio.ensure_future(self._run_blocking(function))

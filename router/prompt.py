@@ -1,6 +1,6 @@
 """Prompts as front ends pass them, and their conversion to token ids."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from router.chat_renderer import ChatRenderer
 from router.errors import ChatTemplateError, InvalidRequest, RefusedByTemplate, WrongTools
 from router.model_folder import ModelFolder
 from router.off_loop import OffLoop
+from router.tenants.tenant import NO_TENANT, TenantRules
 from router.validation import check_packed_token_ids, check_text, quote
 
 T = TypeVar("T")
@@ -19,6 +20,7 @@ T = TypeVar("T")
 # Work of more than half a millisecond; a detour through a thread costs a third of one.
 LARGE_TEXT_CHARS = 1000
 LARGE_PACKED_BYTES = 16_384  # to check and hash
+LARGE_CHAT_BYTES = 1000  # to read, of many small messages
 LARGE_IDS_BYTES = 4000  # to turn into text
 LARGE_PIECES_BYTES = 160  # ... and each separately
 
@@ -89,7 +91,8 @@ class Chat:
     """Messages for the model's template, which usually writes the special tokens itself."""
 
     field: str
-    messages: tuple[ChatMessage, ...]
+    read_messages: Callable[[], tuple[ChatMessage, ...]]
+    num_bytes: int  # about their size; many small ones take long to read
     tools_json: str = ""  # functions that the model may call; empty: none
     adds_special_tokens: bool = False
     adds_generation_prompt: bool = True  # ends with the beginning of the assistant's answer
@@ -135,7 +138,12 @@ class PromptEncoder:
         return prompt.text, finish(pack_token_ids(ids))
 
     async def encode(
-        self, prompt: Prompt, finish: Callable[[bytes], T], *, max_chars: int
+        self,
+        prompt: Prompt,
+        finish: Callable[[bytes], T],
+        *,
+        max_chars: int,
+        tenant: TenantRules = NO_TENANT,
     ) -> tuple[str, T]:
         """Return the text of a prompt, "" for token ids, and the result of `finish` for its tokens.
 
@@ -143,6 +151,7 @@ class PromptEncoder:
             prompt: As a front end hands it over.
             finish: Called with the packed token ids; for a large prompt in a thread.
             max_chars: The limit of a text, and of a chat with all its fields.
+            tenant: In whose turns what takes long is done.
 
         Raises:
             InvalidRequest: The prompt cannot become tokens.
@@ -153,11 +162,15 @@ class PromptEncoder:
             return encoded
         if isinstance(prompt, PackedTokens):
             work = partial(finish, prompt.packed)
-            return "", await self._off_loop.run(work, len(prompt.packed))
+            return "", await self._off_loop.run(work, len(prompt.packed), tenant)
         tokenizer = self._folder.tokenizer
         assert tokenizer is not None, "a text was refused without one"
         adds_special_tokens = prompt.adds_special_tokens
-        text = prompt.text if isinstance(prompt, Text) else await self._render(prompt, max_chars)
+        text = (
+            prompt.text
+            if isinstance(prompt, Text)
+            else await self._render(prompt, max_chars, tenant)
+        )
         if len(text) <= LARGE_TEXT_CHARS:
             ids = tokenizer.encode(text, add_special_tokens=adds_special_tokens)
             return text, finish(pack_token_ids(ids))
@@ -166,10 +179,15 @@ class PromptEncoder:
             ids = tokenizer.encode_unlocked(text, add_special_tokens=adds_special_tokens)
             return finish(pack_token_ids(ids))
 
-        return text, await self._off_loop.run(encode_large, len(text))
+        return text, await self._off_loop.run(encode_large, len(text), tenant)
 
     async def decode(
-        self, packed: bytes, *, skip_special_tokens: bool, with_pieces: bool
+        self,
+        packed: bytes,
+        *,
+        skip_special_tokens: bool,
+        with_pieces: bool,
+        tenant: TenantRules,
     ) -> tuple[str, list[str]]:
         """Return the text of packed token ids and, if requested, the text of each one.
 
@@ -189,22 +207,33 @@ class PromptEncoder:
 
         if len(packed) <= (LARGE_PIECES_BYTES if with_pieces else LARGE_IDS_BYTES):
             return work()
-        return await self._off_loop.run(work, len(packed))
+        return await self._off_loop.run(work, len(packed), tenant)
 
-    async def _render(self, prompt: Chat, max_chars: int) -> str:
+    async def _render(self, prompt: Chat, max_chars: int, tenant: TenantRules) -> str:
         if self._renderer is None:
             raise InvalidRequest(
                 prompt.field, "a chat", "text or token_ids: the model has no chat template"
             )
-        _check_chat(prompt, self._names, max_chars)
         field = f"{prompt.field}.messages"
-        messages = [
-            {**each.for_template(), "role": template_role(each.role, self._names)}
-            for each in prompt.messages
-        ]
+
+        def read() -> list[dict[str, Any]]:
+            messages = prompt.read_messages()
+            _check_chat(prompt, messages, self._names, max_chars)
+            return [
+                {**each.for_template(), "role": template_role(each.role, self._names)}
+                for each in messages
+            ]
+
+        if prompt.num_bytes <= LARGE_CHAT_BYTES:
+            messages = read()
+        else:
+            messages = await self._off_loop.run(read, prompt.num_bytes, tenant)
         try:
             text = await self._renderer.render(
-                messages, prompt.tools_json, add_generation_prompt=prompt.adds_generation_prompt
+                messages,
+                prompt.tools_json,
+                add_generation_prompt=prompt.adds_generation_prompt,
+                tenant=tenant,
             )
         except WrongTools as wrong:
             raise InvalidRequest(
@@ -218,34 +247,40 @@ class PromptEncoder:
             raise InvalidRequest(
                 field, f"messages for which the model's template {error}", "other messages"
             ) from error
-        return _within_final(text, prompt) if prompt.continues_final else text
+        if prompt.continues_final:
+            return _within_final(text, f"{field}[{len(messages) - 1}]", messages[-1]["content"])
+        return text
 
 
-def _within_final(text: str, prompt: Chat) -> str:
-    """Cut a rendering after the text of its last message, as transformers does."""
-    content = prompt.messages[-1].content
+def _within_final(text: str, field: str, content: str) -> str:
+    """Cut a rendering after the content of its last message, as transformers does."""
     shown = content if content in text else content.strip()  # many templates strip it
     at = text.rfind(shown) if shown else -1
     if at < 0:
-        field = f"{prompt.field}.messages[{len(prompt.messages) - 1}].content"
-        raise InvalidRequest(field, "a text that the template changes", "one that it keeps")
+        raise InvalidRequest(
+            f"{field}.content", "a text that the template changes", "one that it keeps"
+        )
     return text[: at + len(shown)]
 
 
-def _check_chat(prompt: Chat, names: frozenset[str], max_chars: int) -> None:
-    if not prompt.messages:
+def _check_chat(
+    prompt: Chat, messages: Sequence[ChatMessage], names: frozenset[str], max_chars: int
+) -> None:
+    if not messages:
         raise InvalidRequest(f"{prompt.field}.messages", "none", "at least one message")
-    num_chars = len(prompt.tools_json) + sum(each.num_chars for each in prompt.messages)
+    num_chars = len(prompt.tools_json) + sum(each.num_chars for each in messages)
     if num_chars > max_chars:
         raise InvalidRequest(prompt.field, f"{num_chars} characters", f"at most {max_chars}")
-    for refusal in _wrong_names(prompt, names):
+    for refusal in _wrong_names(prompt.field, messages, names):
         raise refusal
 
 
-def _wrong_names(prompt: Chat, names: frozenset[str]) -> Iterator[InvalidRequest]:
+def _wrong_names(
+    chat: str, messages: Sequence[ChatMessage], names: frozenset[str]
+) -> Iterator[InvalidRequest]:
     """Find unknown roles, and functions without a name."""
-    for index, message in enumerate(prompt.messages):
-        field = f"{prompt.field}.messages[{index}]"
+    for index, message in enumerate(messages):
+        field = f"{chat}.messages[{index}]"
         if template_role(message.role, names) is None:
             found = quote(message.role) if message.role else "none"
             yield InvalidRequest(f"{field}.role", found, ALLOWED_ROLES)

@@ -121,20 +121,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.TokenizeResponse:
-        async with _answering(context), self._served():
+        async with _answering(context), self._served() as tenant:
             prompt = read_tokenize_prompt(request)
-            text, packed = await self._admission.tokenize(request.model, prompt)
+            text, packed = await self._admission.tokenize(request.model, prompt, tenant.rules)
         return inference_pb2.TokenizeResponse(token_ids=packed, text=text)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.DetokenizeResponse:
-        async with _answering(context), self._served():
+        async with _answering(context), self._served() as tenant:
             text, pieces = await self._admission.detokenize(
                 request.model,
                 request.token_ids,
                 skip_special_tokens=request.skip_special_tokens,
                 with_pieces=request.with_pieces,
+                tenant=tenant.rules,
             )
         return inference_pb2.DetokenizeResponse(text=text, pieces=pieces)
 
@@ -202,13 +203,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         ]
 
     @asynccontextmanager
-    async def _served(self) -> AsyncIterator[None]:
+    async def _served(self) -> AsyncIterator[Tenant]:
         """Hold a place for a call that generates nothing; failures become a RouterError."""
         tenant: Tenant | None = None
         try:
             tenant = current_tenant(self._tenants)
             with self._admission.place(tenant):
-                yield
+                yield tenant
         except RouterError as error:
             if tenant and isinstance(error, Overloaded):
                 tenant.counts.refused += 1

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -371,7 +372,11 @@ def write_usage(message: inference_pb2.Usage, generation: Generation) -> None:
 
 def chat(field: str, prompt: inference_pb2.ChatPrompt) -> Chat:
     """Convert a chat; `field` is its name in the request."""
-    messages = tuple(
+    return Chat(field, partial(_chat_messages, prompt), prompt.ByteSize(), prompt.tools_json)
+
+
+def _chat_messages(prompt: inference_pb2.ChatPrompt) -> tuple[ChatMessage, ...]:
+    return tuple(
         ChatMessage(
             role=each.role,
             content=each.content,
@@ -385,7 +390,6 @@ def chat(field: str, prompt: inference_pb2.ChatPrompt) -> Chat:
         )
         for each in prompt.messages
     )
-    return Chat(field, messages, prompt.tools_json)
 
 
 def model(

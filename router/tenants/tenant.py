@@ -87,6 +87,9 @@ class TenantRules:
         check_options(self)
 
 
+NO_TENANT = TenantRules(name="")  # of the router's own work, and where callers are not told apart
+
+
 @dataclass(kw_only=True, slots=True)
 class TenantCounts:
     """Sums since the router's start; they never fall."""

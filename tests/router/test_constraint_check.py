@@ -16,6 +16,7 @@ from grammars.errors import InvalidConstraint, NoVocabulary
 from router.child_pool import ChildLimits, ChildPool
 from router.constraint_check import ChildChecker
 from router.request import ServedModel
+from router.tenants.tenant import TenantRules
 from tests.router.tokenizers_for_tests import byte_level
 from tests.support.grammar_cases import JSON_OBJECT, choice, grammar, json_schema, regex
 
@@ -121,8 +122,8 @@ def test_a_tenant_does_not_learn_from_the_time_what_another_one_has_asked_for(
 
     async def scenario() -> None:
         async with started(folder, num_children=1) as checker:
-            for salt in (b"one", b"other", b"one", b"other"):
-                await checker.check(choice("a"), MODEL, salt)
+            for name in ("one", "other", "one", "other"):
+                await checker.check(choice("a"), MODEL, TenantRules(name=name))
 
     run(scenario())
     assert asked == [("a",), ("a",)]
@@ -134,9 +135,11 @@ def test_who_asks_for_the_same_at_once_or_again_waits_for_one_answer(
     asked: list[Constraint] = []
     real = ChildChecker._try
 
-    async def noted(self: ChildChecker, constraint: Constraint, model: ServedModel) -> None:
+    async def noted(
+        self: ChildChecker, constraint: Constraint, model: ServedModel, tenant: TenantRules
+    ) -> None:
         asked.append(constraint)
-        await real(self, constraint, model)
+        await real(self, constraint, model, tenant)
 
     monkeypatch.setattr(ChildChecker, "_try", noted)
 

@@ -19,7 +19,7 @@ def router_leaks(router: Router) -> list[str]:
         "waiting calls in its metrics": router.metrics._num_waiting,
         "microseconds of messages": dispatcher._pacer.sending_us,
         "ticks": len(dispatcher._pacer._ticks),
-        "bytes off the loop": router.admission._off_loop._num_bytes,
+        "bytes off the loop": router.admission._off_loop._room.taken,
     }
     if dispatcher._turns is not None:
         held["turns"] = bool(dispatcher._turns._queue) + dispatcher._turns._is_taken

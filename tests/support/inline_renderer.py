@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.chat_template import ChatTemplate
+from router.tenants.tenant import NO_TENANT, TenantRules
 
 
 class InlineRenderer:
@@ -21,6 +22,7 @@ class InlineRenderer:
         tools_json: str = "",
         *,
         add_generation_prompt: bool = True,
+        tenant: TenantRules = NO_TENANT,
     ) -> str:
         return self._template.render(
             messages, tools_json, add_generation_prompt=add_generation_prompt
