@@ -3,8 +3,8 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import NoReturn
 
 import grpc
@@ -19,12 +19,13 @@ from router.admission import Admission
 from router.call import Call, Reception, read_tokenize_prompt
 from router.delivery import Delivery
 from router.dispatch import Dispatcher
-from router.errors import InvalidRequest, Overloaded, RequestCrashed, RouterError
+from router.errors import InvalidRequest, NoWorker, Overloaded, RequestCrashed, RouterError
 from router.many_calls import ManyCalls
 from router.metrics import RouterMetrics
 from router.pacing import OWN_CALL_US, Pace
 from router.prefix_index import PrefixIndex
 from router.statuses import status_of
+from router.tenants.account import Account
 from router.tenants.gate import current_tenant
 from router.tenants.registry import Tenants
 from router.tenants.tenant import Tenant
@@ -122,8 +123,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.TokenizeResponse:
         async with _answering(context), self._served() as tenant:
-            prompt = read_tokenize_prompt(request)
-            text, packed = await self._admission.tokenize(request.model, prompt, tenant.rules)
+            with _charged(tenant):
+                prompt = read_tokenize_prompt(request)
+                text, packed = await self._admission.tokenize(request.model, prompt, tenant.rules)
         return inference_pb2.TokenizeResponse(token_ids=packed, text=text)
 
     async def Detokenize(
@@ -218,6 +220,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             # A bug in one request must not affect others.
             logger.exception("request_crashed")
             raise RequestCrashed() from None
+
+
+@contextmanager
+def _charged(tenant: Tenant) -> Iterator[None]:
+    """Count a call as one of its tenant's requests, as a generation that the cluster may refuse."""
+    account = Account(tenant)
+    is_refused = False
+    try:
+        yield
+    except (Overloaded, NoWorker):
+        is_refused = True
+        raise
+    finally:
+        account.close(may_have_run=not is_refused, is_refused=is_refused)
 
 
 def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server) -> None:

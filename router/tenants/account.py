@@ -1,4 +1,4 @@
-"""Charges one generation to its tenant's limits."""
+"""Charges one generation, or one call of Tokenize, to its tenant's limits."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from router.tenants.tenant import Tenant
 
 
 class Account:
-    """The charges of one generation, from its beginning; `close` it at the end.
+    """The charges of one of them, from its beginning; `close` it at the end.
 
     Raises:
         Overloaded: It may not begin; see Tenant.begin.

@@ -25,13 +25,13 @@ class TenantRules:
 
     requests_per_s: float = option(
         0.0,
-        "Generations that may begin each second, on average; 0: any number.",
+        "Generations and calls of Tokenize that may begin each second, on average; 0: any number.",
         at_least=0,
         at_most=1_000_000,
     )
     burst: int = option(
         0,
-        "Generations that may begin at once after a pause; 0: those of one second, at least one.",
+        "How many of them may begin at once after a pause; 0: those of one second, at least one.",
         at_least=0,
         at_most=1_000_000,
     )
@@ -73,7 +73,7 @@ class TenantRules:
 
     @property
     def burst_requests(self) -> float:
-        """Generations that may begin at once."""
+        """Generations and calls of Tokenize that may begin at once."""
         return self.burst or max(1.0, self.requests_per_s)
 
     @property
@@ -94,7 +94,7 @@ NO_TENANT = TenantRules(name="")  # of the router's own work, and where callers 
 class TenantCounts:
     """Sums since the router's start; they never fall."""
 
-    requests: int = 0  # generations, once they count for good
+    requests: int = 0  # generations and calls of Tokenize, once they count for good
     refused: int = 0  # calls, because of a limit or because the cluster is full
     prompt_tokens: int = 0  # likewise
     generated_tokens: int = 0
@@ -137,7 +137,7 @@ class Tenant:
             )
 
     def begin(self, now: float) -> Charge:
-        """Charge a generation that is to begin; `keep_request` or `give_back_request` decides.
+        """Charge a generation or a call of Tokenize; `keep_request` or `give_back_request` decides.
 
         Raises:
             Overloaded: It may not yet; a generation may begin after the delay, if it is the next.

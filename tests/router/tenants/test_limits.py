@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
 
 import grpc
 import pytest
@@ -16,6 +18,7 @@ from pagewire.protos import inference_pb2, worker_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES, pack_token_ids
 from pagewire.routers import token_metadata
 from protos.shares import may_take
+from router import off_loop
 from router.prefix_index import PrefixIndex
 from router.tenants.tenant import TenantCounts
 from tests.router.scripted_worker import (
@@ -30,8 +33,11 @@ from tests.router.scripted_worker import (
 from tests.router.tenants.known import CLUSTER_TOKEN, rules, tenants
 from tests.router.test_resumption import asking, resuming
 from tests.router.test_server import details
+from tests.router.tokenizers_for_tests import byte_level
+from tests.support.conservation import tenant_leaks
 from tests.support.virtual_time import run_virtual, wait_until
 
+T = TypeVar("T")
 RESUME_KEY = b"k" * KEY_BYTES
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 CLUSTERS_FAULT = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ABORTED}
@@ -477,5 +483,60 @@ def test_status_tells_operators_all_and_others_of_themselves(
             assert [each.name for each in ops.tenants] == ["(cluster)", "acme", "globex", "ops"]
             assert [each.hits for each in ops.hot_prefixes] == [3, 1]
             assert [list(each.workers) for each in ops.hot_prefixes] == [["decode-0"]] * 2
+
+    run_virtual(main())
+
+
+def test_a_tokenized_prompt_counts_as_a_request_and_its_tokens_do_not(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+
+    async def main() -> None:
+        known = tenants(rules("acme", requests_per_s=0.1, burst=3, tokens_per_minute=1000))
+        worker = ScriptedWorker("decode-0")
+        async with running_router(worker, tenants=known, model_dir=tmp_path) as tested:
+
+            async def tokenize() -> grpc.StatusCode:
+                request = inference_pb2.TokenizeRequest(text="the fox")
+                try:
+                    await tested.stub.Tokenize(request, metadata=token_metadata("acme"))
+                except grpc.aio.AioRpcError as error:
+                    return error.code()
+                return grpc.StatusCode.OK
+
+            assert [await tokenize() for _ in range(4)] == [grpc.StatusCode.OK] * 3 + [
+                grpc.StatusCode.RESOURCE_EXHAUSTED
+            ]
+            counts = counts_of(tested, "acme")
+            assert (counts.requests, counts.refused, counts.prompt_tokens) == (3, 1, 0)
+            assert 9 < delay_s(await tested.generate(token="acme")) <= 10
+            assert not tenant_leaks(known)
+
+    run_virtual(main())
+
+
+def test_a_prompt_that_cannot_be_tokenized_now_uses_nothing_of_the_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(off_loop, "MAX_BYTES", 10)
+
+    async def slow(function: Callable[[], T], /) -> T:
+        await asyncio.sleep(1.0)
+        return function()
+
+    async def main() -> None:
+        known = tenants(rules("acme", requests_per_s=0.1, burst=3), rules("globex"))
+        worker = ScriptedWorker("decode-0")
+        async with running_router(
+            worker, tenants=known, model_dir=tmp_path, run_blocking=slow
+        ) as tested:
+            request = inference_pb2.TokenizeRequest(text="the fox " * 200)
+            other = tested.stub.Tokenize(request, metadata=token_metadata("globex"))
+            await asyncio.sleep(0.1)
+            with pytest.raises(grpc.aio.AioRpcError, match="wait to be tokenized"):
+                await tested.stub.Tokenize(request, metadata=token_metadata("acme"))
+            assert counts_of(tested, "acme") == TenantCounts(refused=1)
+            await other
+            assert not tenant_leaks(known)
 
     run_virtual(main())
