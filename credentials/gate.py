@@ -103,22 +103,38 @@ class ServerGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has n
 
 
 class RefusalLog:
-    """Logs the first refusal, and then at most one line in LOG_PERIOD_S."""
+    """Logs the first refusals of a period of LOG_PERIOD_S, and counts the others.
 
-    def __init__(self) -> None:
-        self._quiet_until = float("-inf")
+    Args:
+        most: Lines in a period.
+    """
+
+    def __init__(self, most: int = 1) -> None:
+        self._most = most
+        self._num_shown = 0  # in this period
+        self._ends_at = float("-inf")
         self._num_hidden = 0
 
     def note(self, method: str, peer: str, error: Exception) -> None:
+        """Log the refusal of a method, or count it."""
+        not_logged = self.admit()
+        if not_logged is not None:
+            logger.warning(
+                "call_refused",
+                extra=fields(method=method, peer=peer, reason=str(error), not_logged=not_logged),
+            )
+
+    def admit(self) -> int | None:
+        """Return how many were not logged before this one; None: count it, and do not log it."""
         now = asyncio.get_running_loop().time()
-        if now < self._quiet_until:
+        if now >= self._ends_at:
+            self._ends_at, self._num_shown = now + LOG_PERIOD_S, 0
+        if self._num_shown >= self._most:
             self._num_hidden += 1
-            return
-        logger.warning(
-            "call_refused",
-            extra=fields(method=method, peer=peer, reason=str(error), not_logged=self._num_hidden),
-        )
-        self._quiet_until, self._num_hidden = now + LOG_PERIOD_S, 0
+            return None
+        self._num_shown += 1
+        num_hidden, self._num_hidden = self._num_hidden, 0
+        return num_hidden
 
 
 def _answering(handler: grpc.RpcMethodHandler, answer: bytes) -> grpc.RpcMethodHandler:

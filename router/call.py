@@ -13,10 +13,12 @@ of the event loop, and their requests leave for the worker in one message.
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from credentials.gate import RefusalLog
 from observability.logs import fields
 from observability.tracing import NO_SPAN, NoSpan, begin_trace
 from router import wire
@@ -45,6 +47,8 @@ from router.tenants.tenant import Tenant
 from router.validation import check_num_messages
 
 logger = logging.getLogger(__name__)
+
+MAX_LOGGED_REFUSALS = 20  # of a tenant, in a period of RefusalLog
 
 # Adds an empty GenerateResponse to those that the caller gets, and returns it.
 AddMessage = Callable[[], Any]
@@ -78,6 +82,10 @@ class Reception:
         self.tenants = tenants
         self.random_id = random_id
         self.model_name = model_name
+        # By tenant: a flood of refused calls must not fill the disk.
+        self.refusals: defaultdict[str, RefusalLog] = defaultdict(
+            lambda: RefusalLog(MAX_LOGGED_REFUSALS)
+        )
         self._admitting: dict[asyncio.Task[None], Call] = {}  # held until they end
 
     def call(self, on_news: Callable[[], None]) -> "Call":
@@ -270,7 +278,7 @@ class Call:
         self._log_end(outcome)
 
     def _log_end(self, outcome: str) -> None:
-        """Write the call's line, and end its span."""
+        """Write the call's line, unless many like it were written, and end its span."""
         total_ms = 1000 * (asyncio.get_running_loop().time() - self._arrived_at)
         ends: dict[str, object] = {"outcome": outcome, "total_ms": round(total_ms, 1)}
         if generation := self._generation:
@@ -290,7 +298,13 @@ class Call:
             ends["tenant"] = self._tenant.name
         self._span.end("" if outcome == "ok" else outcome, **ends)
         line = {"request_id": self._request_id, **ends, **self._span.log_fields}
-        logger.info("request_done" if generation else "request_refused", extra=fields(**line))
+        if generation:
+            logger.info("request_done", extra=fields(**line))
+            return
+        name = self._tenant.name if self._tenant else ""
+        not_logged = self._reception.refusals[name].admit()
+        if not_logged is not None:
+            logger.info("request_refused", extra=fields(**line, not_logged=not_logged))
 
 
 def read_tokenize_prompt(request: Any) -> Prompt:

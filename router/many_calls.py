@@ -3,6 +3,8 @@
 A call with news is noted, and the writer takes what each noted one has. While the writer is
 blocked, the calls' generations merge what arrives. A call holds its place until the writer has
 taken its end.
+
+A caller that goes on although its calls are refused one after the other is read more slowly.
 """
 
 import asyncio
@@ -15,13 +17,15 @@ from google.rpc import status_pb2
 
 from router import wire
 from router.call import Call
-from router.errors import InvalidRequest
+from router.errors import InvalidRequest, Overloaded
 from router.pacing import SHARED_CALL_US, Pace
 from router.statuses import status_of
 
 MOST_RESULTS = 128  # that a message begins to add to
 _MOST_NEWS = 1024  # that wait for the writer before no more calls begin
 _LONGEST_INTERVAL_S = 10.0  # as protos/inference.proto says; some memory is held as long
+_MOST_REFUSED = 16  # one after the other, before the caller has to wait
+_LONGEST_PAUSE_S = 1.0  # cancellations wait as long
 _PACE = Pace(message_us=SHARED_CALL_US)
 
 
@@ -31,12 +35,20 @@ class ManyCalls:
     Args:
         make_call: Makes a call, given what is to be told of its news.
         cancelled: The status of a call that its caller cancels.
+        is_one_caller: Whether all calls are of one tenant, which may be made to wait.
     """
 
     def __init__(
-        self, make_call: Callable[[Callable[[], None]], Call], *, cancelled: status_pb2.Status
+        self,
+        make_call: Callable[[Callable[[], None]], Call],
+        *,
+        cancelled: status_pb2.Status,
+        is_one_caller: bool,
     ) -> None:
         self._make_call = make_call
+        self._is_one_caller = is_one_caller
+        self._num_refused = 0  # of the latest calls, one after the other, as they began
+        self._pause_s = 0.0  # what the last refusal asked for
         self._cancelled_status = cancelled.SerializeToString()
         self._calls: dict[int, Call] = {}  # call id |-> call that is not over
         self._noted: set[Call] = set()  # those of `_news`
@@ -61,6 +73,11 @@ class ManyCalls:
             least_s = min(message.interval_ms / 1000, _LONGEST_INTERVAL_S)
             pace = Pace(message_us=SHARED_CALL_US, least_s=least_s)
         call.begin(message.start, message.timeout_ms / 1000 or None, pace)
+        if isinstance(call.error, Overloaded):
+            self._num_refused += 1
+            self._pause_s = call.error.retry_delay_s
+        else:
+            self._num_refused = 0
 
     def cancel(self, call_id: int) -> None:
         """Cancel a call, if it still runs."""
@@ -108,6 +125,11 @@ class ManyCalls:
         while len(self._news) >= _MOST_NEWS:
             self._is_taken.clear()
             await self._is_taken.wait()
+
+    async def wait_for_retry(self) -> None:
+        """Wait for what the latest refusal asked for, within bounds, after many in a row."""
+        if self._is_one_caller and self._num_refused >= _MOST_REFUSED:
+            await asyncio.sleep(min(self._pause_s, _LONGEST_PAUSE_S))
 
     def stop(self) -> None:
         """Cancel running calls."""

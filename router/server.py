@@ -104,7 +104,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> None:
         cancelled = status_pb2.Status(code=grpc.StatusCode.CANCELLED.value[0], message="cancelled")
-        calls = ManyCalls(self._reception.call, cancelled=cancelled)
+        calls = ManyCalls(
+            self._reception.call,
+            cancelled=cancelled,
+            is_one_caller=not self._tenants.is_open,
+        )
         reader = asyncio.create_task(_read_calls(requests, calls), name="many-calls")
         try:
             async with _answering(context):
@@ -287,6 +291,7 @@ async def _read_calls(
                 else:
                     calls.cancel(each.call_id)
             await calls.wait_taken()
+            await calls.wait_for_retry()
     except Exception as found:  # whatever ends the reading ends the stream
         error = found
     calls.close(error)

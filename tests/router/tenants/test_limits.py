@@ -1,6 +1,7 @@
 """What one tenant may take, and what that leaves for others."""
 
 import asyncio
+import logging
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,12 +14,14 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 
+from credentials.gate import LOG_PERIOD_S
 from credentials.secret import KEY_BYTES
 from pagewire.protos import inference_pb2, worker_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES, pack_token_ids
 from pagewire.routers import token_metadata
 from protos.shares import may_take
 from router import off_loop
+from router.call import MAX_LOGGED_REFUSALS
 from router.prefix_index import PrefixIndex
 from router.tenants.tenant import TenantCounts
 from tests.router.scripted_worker import (
@@ -31,6 +34,8 @@ from tests.router.scripted_worker import (
     running_router,
 )
 from tests.router.tenants.known import CLUSTER_TOKEN, rules, tenants
+from tests.router.test_many_calls import Caller
+from tests.router.test_many_calls import asking as asking_many
 from tests.router.test_resumption import asking, resuming
 from tests.router.test_server import details
 from tests.router.tokenizers_for_tests import byte_level
@@ -538,5 +543,71 @@ def test_a_prompt_that_cannot_be_tokenized_now_uses_nothing_of_the_limits(
             assert counts_of(tested, "acme") == TenantCounts(refused=1)
             await other
             assert not tenant_leaks(known)
+
+    run_virtual(main())
+
+
+def test_refused_calls_of_one_tenant_are_logged_up_to_a_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="router.call")
+
+    def lines(token: str) -> list[int]:
+        return [
+            record.fields["not_logged"]  # type: ignore[attr-defined]
+            for record in caplog.records
+            if record.message == "request_refused" and record.fields["tenant"] == token  # type: ignore[attr-defined]
+        ]
+
+    async def main() -> None:
+        slow = {"requests_per_s": 0.001, "burst": 1}
+        known = tenants(rules("acme", **slow), rules("globex", **slow))
+        async with running_router(ScriptedWorker("decode-0"), tenants=known) as tested:
+            for _ in range(101):
+                await tested.generate(token="acme", max_tokens=1)
+            for _ in range(2):
+                await tested.generate(token="globex", max_tokens=1)
+            assert lines("acme") == [0] * MAX_LOGGED_REFUSALS
+            assert lines("globex") == [0], "others' lines are not hidden"
+
+            await asyncio.sleep(LOG_PERIOD_S)
+            await tested.generate(token="acme", max_tokens=1)
+            assert lines("acme")[-1] == 100 - MAX_LOGGED_REFUSALS
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("has_tenants", [True, False])
+def test_a_stream_whose_calls_are_refused_in_a_row_is_read_more_slowly(has_tenants: bool) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        known = tenants(rules("acme", requests_per_s=0.001, burst=1), rules("globex"))
+        worker = ScriptedWorker("decode-0", serve=honest if has_tenants else hang)
+        async with running_router(
+            worker,
+            tenants=known if has_tenants else None,
+            max_active_requests=100 if has_tenants else 1,
+        ) as tested:
+            call = tested.stub.GenerateMany(metadata=token_metadata("acme"))
+            caller = Caller(call)
+            began_at = loop.time()
+            for call_id in range(16):
+                await caller.start(call_id, asking_many(max_tokens=1))
+            await caller.read_until_ended(*range(1, 16))
+            assert loop.time() - began_at < 0.5, "a few refusals are nothing special"
+
+            for call_id in range(16, 26):
+                await caller.start(call_id, asking_many(max_tokens=1))
+            reading = asyncio.create_task(caller.read_until_ended(*range(16, 26)))
+            if has_tenants:
+                other_at = loop.time()
+                assert (await tested.generate(token="globex", max_tokens=1)).error is None
+                assert loop.time() - other_at < 0.5, "others go on"
+            await reading
+            assert (loop.time() - began_at > 8) == has_tenants, (
+                "many callers may share a stream of nobody's"
+            )
+            call.cancel()
+            await wait_until(lambda: tested.router.admission.num_active == 0)
 
     run_virtual(main())
