@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from http_gateway.body import Bodies
 from http_gateway.chat import ChatCompletions
 from http_gateway.cluster_view import ClusterView
 from http_gateway.completions import Completions
@@ -45,7 +46,7 @@ def build_app(link: RouterLink, config: GatewayConfig, *, is_local: bool) -> Req
     texts = TokenTexts(link)
     models, tokens, probes = Models(link), Tokens(link), Probes(link)
     cluster, page = ClusterView(link), PageFiles()
-    endpoint = partial(Endpoint, config=config, metrics=metrics)
+    endpoint = partial(Endpoint, config=config, metrics=metrics, bodies=Bodies(config))
 
     def get(path: str, answer: Answer, *, admit: Admit | None = link.tenant) -> Route:
         checks = checks_host and path not in ANYBODYS

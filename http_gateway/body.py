@@ -2,60 +2,111 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from starlette.types import Receive
 
 from http_gateway.config import GatewayConfig
 from http_gateway.errors import ClientLeft, HttpError
 
-# Parsing a value delays all streams, by less than a tenth of a microsecond.
-MAX_VALUES = 1_000_000
+T = TypeVar("T")
+
+# Parsing and checking this much delays all streams by some milliseconds.
+SMALL_BYTES = 64 * 1024
+MAX_THREADS = 2  # the event loop competes with them for the interpreter
+# Values that the parser makes without running Python keep the event loop waiting: a million of
+# texts for some 70 ms, as many arrays for ten times that.
+MAX_VALUES = 1_000_000  # token ids of one prompt of the longest context, or of many prompts
+MAX_ARRAYS = 100_000
+MAX_OBJECTS = 100_000  # ten for each message that a router takes
 MAX_DIGITS = 4300  # of an integer; Python reads no more
 MIB = 2**20
 _SEPARATORS = (b",", b"[", b"{")
 
 
-async def read_json(
-    headers: Mapping[bytes, bytes], receive: Receive, limits: GatewayConfig
-) -> dict[str, Any]:
-    """Return the JSON object that a request carries.
+class JsonBody(NamedTuple):
+    """The JSON object of a request."""
+
+    value: dict[str, Any]
+    num_bytes: int  # of its text
+
+
+class Bodies:
+    """The bodies of all requests to a gateway; large ones are parsed outside the event loop.
 
     Args:
-        headers: The headers of the request, names in lower case.
-        receive: ASGI's.
-        limits: The limits of the gateway.
-
-    Raises:
-        HttpError: The body is missing, too large, too slow, or not a JSON object; names the fault.
-        ClientLeft: The client left before the end of the body.
+        limits: The gateway's.
     """
-    _check_type(headers)
-    max_bytes = limits.max_body_mib * MIB
-    if int(headers.get(b"content-length", b"0")) > max_bytes:
-        raise _too_large(limits)
-    try:
-        async with asyncio.timeout(limits.body_timeout_s):
-            body = await _read(receive, max_bytes, limits)
-    except TimeoutError:
-        message = f"no whole body within {limits.body_timeout_s:g} s"
-        raise HttpError(408, message, code="request_timeout") from None
-    return parse_object(body)
+
+    def __init__(self, limits: GatewayConfig) -> None:
+        self._limits = limits
+        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="large-body")
+
+    async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> JsonBody:
+        """Return the JSON object that a request carries.
+
+        Args:
+            headers: The headers of the request, names in lower case.
+            receive: ASGI's.
+
+        Raises:
+            HttpError: The body is missing, too large, too slow, or not a JSON object; names the
+                fault.
+            ClientLeft: The client left before the end of the body.
+        """
+        _check_type(headers)
+        max_bytes = self._limits.max_body_mib * MIB
+        if int(headers.get(b"content-length", b"0")) > max_bytes:
+            raise _too_large(self._limits)
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                body = await _read(receive, max_bytes, self._limits)
+        except TimeoutError:
+            message = f"no whole body within {self._limits.body_timeout_s:g} s"
+            raise HttpError(408, message, code="request_timeout") from None
+        value = await self.work(partial(parse_object, body), len(body))
+        return JsonBody(value, len(body))
+
+    async def work(self, function: Callable[[], T], num_bytes: int) -> T:
+        """Return the result of a function that works on a body of this size.
+
+        If that is large, the function runs in a thread, and waits while MAX_THREADS run. A
+        cancelled caller gives up its place in the queue; a running function ends by itself.
+        """
+        if num_bytes <= SMALL_BYTES:
+            return function()
+        running = partial(copy_context().run, function)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, running)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """Parse a JSON object by RFC 8259, without repeated keys; raises HttpError otherwise."""
     if not body.strip():
         raise _no_json("it is empty")
     if sum(map(body.count, _SEPARATORS)) > MAX_VALUES:
         raise _no_json(f"it has more than {MAX_VALUES} values")
+    if body.count(b"[") > MAX_ARRAYS:
+        raise _no_json(f"it has more than {MAX_ARRAYS} arrays")
+    num_objects = 0
+
+    def count_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal num_objects
+        num_objects += 1
+        if num_objects > MAX_OBJECTS:
+            raise ValueError(f"it has more than {MAX_OBJECTS} objects")
+        return _object(pairs)
+
     try:
         value = json.loads(
             body.decode(),
-            object_pairs_hook=_object,
+            object_pairs_hook=count_object,
             parse_constant=_refuse_constant,
             parse_int=_integer,
+            parse_float=_real,
         )
     except UnicodeDecodeError as error:
         raise _no_json(f"byte {error.start} is not UTF-8") from None
@@ -70,7 +121,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-async def _read(receive: Receive, max_bytes: int, limits: GatewayConfig) -> bytes:
+async def _read(receive: Receive, max_bytes: int, limits: GatewayConfig) -> bytearray:
     body = bytearray()
     while True:
         message = await receive()
@@ -80,7 +131,7 @@ async def _read(receive: Receive, max_bytes: int, limits: GatewayConfig) -> byte
         if len(body) > max_bytes:
             raise _too_large(limits)
         if not message.get("more_body", False):
-            return bytes(body)
+            return body
 
 
 def _check_type(headers: Mapping[bytes, bytes]) -> None:
@@ -110,6 +161,10 @@ def _integer(digits: str) -> int:
     if len(digits.lstrip("-")) > MAX_DIGITS:
         raise ValueError(f"an integer has more than {MAX_DIGITS} digits")
     return int(digits)
+
+
+def _real(digits: str) -> float:
+    return float(digits)  # in Python, so that other threads get a turn
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from http_gateway.answer_text import SPECIAL_MARKERS, AnswerText
@@ -150,7 +151,7 @@ class ChatCompletions:
         names: dict[str, str] = {}
         exchange.rename_field = lambda name: field_name(chat_field(name), names)
         model = await self._link.model(exchange.authorization)
-        request = parse_chat(body, model, names)
+        request = await exchange.convert(partial(parse_chat, body, model, names))
         generation = Generation(
             self._link,
             self._texts,

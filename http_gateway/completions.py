@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from http_gateway.chat import StreamOptions, drop_without_effect, take_stream_options, usage_json
@@ -19,7 +20,7 @@ from http_gateway.wire import RouterLink
 from pagewire import Model, PagewireError, SamplingOptions
 from pagewire.arguments import MAX_LOGPROBS, shown, shown_with_type
 from pagewire.protos import inference_pb2
-from pagewire.wire import generate_request
+from pagewire.wire import detokenize_request, generate_request
 
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API, and vLLM
 UNSUPPORTED = {
@@ -106,13 +107,14 @@ class Completions:
     async def answer(self, exchange: Exchange, body: dict[str, Any]) -> None:
         """Answer one request."""
         names: dict[str, str] = {}
-        request = parse_completion(body, self._config, names)
+        request = await exchange.convert(partial(parse_completion, body, self._config, names))
         place = _Place(request.is_batch)
         exchange.rename_field = lambda name: field_name(place.rename(name), names)
         model = await self._link.model(exchange.authorization)
         calls, echoes = [], []
         for place.index, prompt in enumerate(request.prompts):
-            calls.append(generate_request(prompt, request.model, request.options))
+            call = partial(generate_request, prompt, request.model, request.options)
+            calls.append(await exchange.convert(call))
             echoes.append(await self._echo(exchange, request, prompt, model))
         is_stream = request.delivery.is_stream
         generation = Generation(
@@ -136,7 +138,9 @@ class Completions:
             return ""
         if isinstance(prompt, str):
             return prompt
-        text, _ = await self._link.detokenize(exchange.authorization, prompt, model.name)
+        convert = partial(detokenize_request, prompt, model.name, False)
+        call = await exchange.convert(convert)
+        text, _ = await self._link.detokenize(exchange.authorization, call)
         return text
 
 

@@ -7,12 +7,12 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 import pagewire
-from http_gateway.body import read_json
+from http_gateway.body import Bodies
 from http_gateway.config import GatewayConfig
 from http_gateway.errors import CLIENT_CLOSED, SERVER, ClientLeft, HttpError, http_error
 from http_gateway.hosts import check_host
@@ -21,6 +21,7 @@ from observability.logs import fields
 from pagewire.tracing import caller_span
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # A value that metadata can carry. The router decides whether it is a token.
 MAX_TRACEPARENT = 64  # characters; a valid one has 55
@@ -98,6 +99,7 @@ class Exchange:
         send: Send,
         config: GatewayConfig,
         metrics: Metrics,
+        bodies: Bodies,
         *,
         reads_body: bool,
     ) -> None:
@@ -113,15 +115,22 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._send_body: Send = scope["send_body"]
+        self._bodies = bodies
+        self._num_body_bytes = 0
         self._is_body_left = reads_body
         self._has_started = False
         self._has_ended = False
 
     async def read_json(self) -> dict[str, Any]:
         """Return the request's JSON object; raises HttpError, or ClientLeft."""
-        value = await read_json(self._headers, self._receive, self.config)
+        body = await self._bodies.read(self._headers, self._receive)
+        self._num_body_bytes = body.num_bytes
         self._is_body_left = False
-        return value
+        return body.value
+
+    async def convert(self, function: Callable[[], T]) -> T:
+        """Return the result of a function that checks or converts the request's JSON object."""
+        return await self._bodies.work(function, self._num_body_bytes)
 
     async def run(self, answer: Awaitable[None]) -> None:
         """Run the endpoint until it ends or the client leaves; its errors are answered, too.
@@ -215,6 +224,9 @@ class Endpoint:
         admit: Given the authorization, returns the request's tenant or raises PagewireError, before
             the body is read. None: anybody may call.
         reads_body: Whether it gets the request's JSON object; otherwise an empty one.
+        config: The gateway's limits.
+        metrics: Those of all endpoints.
+        bodies: Reads the requests' bodies.
         checks_host: Whether a caller without a tenant must address this host by a known name.
     """
 
@@ -226,6 +238,7 @@ class Endpoint:
         admit: Callable[[str], Awaitable[str]] | None,
         config: GatewayConfig,
         metrics: Metrics,
+        bodies: Bodies,
         reads_body: bool = True,
         checks_host: bool,
     ) -> None:
@@ -234,6 +247,7 @@ class Endpoint:
         self._admit = admit
         self._config = config
         self._metrics = metrics
+        self._bodies = bodies
         self._reads_body = reads_body
         self._checks_host = checks_host
 
@@ -242,7 +256,13 @@ class Endpoint:
         scope["record"].path = self._path
         caller_span.set(_traceparent(scope))  # in the context of this request's own task
         exchange = Exchange(
-            scope, receive, send, self._config, self._metrics, reads_body=self._reads_body
+            scope,
+            receive,
+            send,
+            self._config,
+            self._metrics,
+            self._bodies,
+            reads_body=self._reads_body,
         )
         try:
             if self._admit:

@@ -9,7 +9,9 @@ from http_gateway.errors import refused
 from http_gateway.fields import Fields, Unsupported, as_object, shown_json, shown_text
 from pagewire import Model, SamplingOptions, forced_calls
 from pagewire.arguments import shown
+from pagewire.chat_arguments import MAX_MESSAGES
 
+MAX_PARTS = 10_000  # of a message
 _KEPT = ("name", "reasoning_content", "tool_calls", "tool_call_id")
 _UNSUPPORTED = {
     "audio": Unsupported("there is no audio"),
@@ -33,11 +35,18 @@ NAMES = {
 }
 
 
+def check_count(path: str, values: Sequence[object], what: str, at_most: int) -> None:
+    """Refuse an array of so many values that converting each would take long."""
+    if len(values) > at_most:
+        raise refused(path, f"{len(values)} {what}", f"at most {at_most}")
+
+
 def take_messages(fields: Fields) -> list[dict[str, Any]]:
     """Take the messages of a request, which the client's validator then checks."""
     messages = fields.array("messages")
     if not messages:
         raise refused("messages", "none", "at least one message")
+    check_count("messages", messages, "messages", MAX_MESSAGES)
     return [_message(each, f"messages[{i}]") for i, each in enumerate(messages)]
 
 
@@ -158,6 +167,7 @@ def content_text(content: object, path: str, types: Mapping[str, str] = _TEXT_PA
         return content
     if not isinstance(content, list):
         raise refused(path, shown_json(content), "a string, or an array of text parts")
+    check_count(path, content, "parts", MAX_PARTS)
     return "".join(_part(each, f"{path}[{i}]", types) for i, each in enumerate(content))
 
 

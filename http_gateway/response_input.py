@@ -4,9 +4,11 @@ from typing import Any
 
 from http_gateway.errors import refused
 from http_gateway.fields import Fields, as_object
-from http_gateway.messages import content_text
+from http_gateway.messages import check_count, content_text
 from pagewire.arguments import check_text, shown, shown_with_type
+from pagewire.chat_arguments import MAX_MESSAGES
 
+MAX_ITEMS = 3 * MAX_MESSAGES  # a message of the assistant, its reasoning and a call are three
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _ITEMS = "'message', 'reasoning', 'function_call' or 'function_call_output'"
 
@@ -21,6 +23,7 @@ def input_messages(instructions: str, value: object) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         found = "none" if value in (None, "", []) else shown_with_type(value)
         raise refused("input", found, "a string, or an array of items")
+    check_count("input", value, "items", MAX_ITEMS)
     turns = _Turns(messages)
     for index, each in enumerate(value):
         turns.add(as_object(each, f"input[{index}]"))

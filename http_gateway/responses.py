@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from http_gateway.answer_text import SPECIAL_MARKERS, AnswerText
@@ -119,7 +120,7 @@ class Responses:
         names = dict(_NAMES)
         exchange.rename_field = lambda name: field_name(_input_field(name), names)
         model = await self._link.model(exchange.authorization)
-        request = parse_response(body, model, names)
+        request = await exchange.convert(partial(parse_response, body, model, names))
         generation = Generation(
             self._link, self._texts, exchange, model, [request.call], is_stream=request.is_stream
         )

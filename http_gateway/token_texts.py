@@ -6,6 +6,7 @@ from typing import Any
 from http_gateway.wire import RouterLink
 from pagewire.protos import common_pb2, inference_pb2
 from pagewire.protos.token_ids import unpack_token_ids
+from pagewire.wire import detokenize_request
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 Drawn = tuple[int, common_pb2.TokenLogprobs]  # token id, its log probabilities
@@ -34,7 +35,8 @@ class TokenTexts:
             for entry in response.logprobs:
                 wanted.update(unpack_token_ids(entry.top_token_ids))
         if missing := sorted(wanted - self._texts.keys()):
-            _, pieces = await self._link.detokenize(authorization, missing, model, with_pieces=True)
+            request = detokenize_request(missing, model, False, with_pieces=True)
+            _, pieces = await self._link.detokenize(authorization, request)
             self._texts.update(zip(missing, pieces, strict=True))
 
 

@@ -18,7 +18,6 @@ from pagewire.protos.token_ids import unpack_token_ids
 from pagewire.resumption import ResumableCall
 from pagewire.routers import Connector
 from pagewire.wire import (
-    detokenize_request,
     error_from,
     is_router_lost,
     model_from,
@@ -197,15 +196,9 @@ class RouterLink:
         return unpack_token_ids(response.token_ids)
 
     async def detokenize(
-        self,
-        authorization: str,
-        token_ids: Sequence[int],
-        model: str,
-        *,
-        with_pieces: bool = False,
+        self, authorization: str, request: inference_pb2.DetokenizeRequest
     ) -> tuple[str, list[str]]:
         """Return the text of tokens, special ones included, and if requested that of each."""
-        request = detokenize_request(token_ids, model, False, with_pieces=with_pieces)
         response = await self._call("Detokenize", request, authorization, TOKENIZE_TIMEOUT_S)
         return response.text, list(response.pieces)
 
