@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from starlette.types import Receive
 
+from http_gateway.body_room import MIB, SMALL_BYTES, BodyPlace, BodyRoom
 from http_gateway.config import GatewayConfig
 from http_gateway.errors import ClientLeft, HttpError
 
 T = TypeVar("T")
 
-# Parsing and checking this much delays all streams by some milliseconds.
-SMALL_BYTES = 64 * 1024
+ROOM_BODIES = 16  # of the largest size, and their clients may all be slow
 MAX_THREADS = 2  # the event loop competes with them for the interpreter
 # Values that the parser makes without running Python keep the event loop waiting: a million of
 # texts for some 70 ms, as many arrays for ten times that.
@@ -24,7 +24,6 @@ MAX_VALUES = 1_000_000  # token ids of one prompt of the longest context, or of 
 MAX_ARRAYS = 100_000
 MAX_OBJECTS = 100_000  # ten for each message that a router takes
 MAX_DIGITS = 4300  # of an integer; Python reads no more
-MIB = 2**20
 _SEPARATORS = (b",", b"[", b"{")
 
 
@@ -44,32 +43,34 @@ class Bodies:
 
     def __init__(self, limits: GatewayConfig) -> None:
         self._limits = limits
+        self._room = BodyRoom(ROOM_BODIES * limits.max_body_mib * MIB)
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="large-body")
 
-    async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> JsonBody:
+    async def read(self, headers: Mapping[bytes, bytes], receive: Receive, tenant: str) -> JsonBody:
         """Return the JSON object that a request carries.
 
         Args:
             headers: The headers of the request, names in lower case.
             receive: ASGI's.
+            tenant: Who sends it; empty: callers are not distinguished.
 
         Raises:
-            HttpError: The body is missing, too large, too slow, or not a JSON object; names the
-                fault.
+            HttpError: The body is missing, too large, too slow, or not a JSON object, or there is
+                no room for it; names the fault.
             ClientLeft: The client left before the end of the body.
         """
         _check_type(headers)
-        max_bytes = self._limits.max_body_mib * MIB
-        if int(headers.get(b"content-length", b"0")) > max_bytes:
+        if int(headers.get(b"content-length", b"0")) > self._limits.max_body_mib * MIB:
             raise _too_large(self._limits)
-        try:
-            async with asyncio.timeout(self._limits.body_timeout_s):
-                body = await _read(receive, max_bytes, self._limits)
-        except TimeoutError:
-            message = f"no whole body within {self._limits.body_timeout_s:g} s"
-            raise HttpError(408, message, code="request_timeout") from None
-        value = await self.work(partial(parse_object, body), len(body))
-        return JsonBody(value, len(body))
+        with self._room.place(tenant) as place:
+            try:
+                async with asyncio.timeout(self._limits.body_timeout_s):
+                    body = await _read(receive, place, self._limits)
+            except TimeoutError:
+                message = f"no whole body within {self._limits.body_timeout_s:g} s"
+                raise HttpError(408, message, code="request_timeout") from None
+            value = await self.work(partial(parse_object, body), len(body))
+            return JsonBody(value, len(body))
 
     async def work(self, function: Callable[[], T], num_bytes: int) -> T:
         """Return the result of a function that works on a body of this size.
@@ -121,15 +122,16 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     return value
 
 
-async def _read(receive: Receive, max_bytes: int, limits: GatewayConfig) -> bytearray:
+async def _read(receive: Receive, place: BodyPlace, limits: GatewayConfig) -> bytearray:
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientLeft
         body += message.get("body", b"")
-        if len(body) > max_bytes:
+        if len(body) > limits.max_body_mib * MIB:
             raise _too_large(limits)
+        place.hold(len(body))
         if not message.get("more_body", False):
             return body
 

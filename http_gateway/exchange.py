@@ -123,7 +123,7 @@ class Exchange:
 
     async def read_json(self) -> dict[str, Any]:
         """Return the request's JSON object; raises HttpError, or ClientLeft."""
-        body = await self._bodies.read(self._headers, self._receive)
+        body = await self._bodies.read(self._headers, self._receive, self.record.tenant)
         self._num_body_bytes = body.num_bytes
         self._is_body_left = False
         return body.value
