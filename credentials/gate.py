@@ -1,6 +1,5 @@
 """The server's side: a gate that identifies the caller of every call, or refuses it."""
 
-import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Container, Mapping
@@ -15,14 +14,13 @@ from credentials.errors import CredentialsError, NotAllowed, NotProven, WrongInc
 from credentials.party import Party, Role
 from credentials.replay import ReplayGuard
 from credentials.rules import WORKER_CALLERS, is_open
-from observability.logs import fields
+from observability.rare_line import RareLine
 
 logger = logging.getLogger(__name__)
 
 CALL_KEY = "pagewire-call-bin"  # metadata: of the caller
 ANSWER_KEY = "pagewire-answer-bin"  # of the callee
 INCARNATION_KEY = "pagewire-incarnation"  # of the callee, for a caller that means another start
-LOG_PERIOD_S = 10.0  # between logged refusals: strangers must not fill the disk
 STATUS_CODES: dict[type[CredentialsError], grpc.StatusCode] = {
     NotProven: grpc.StatusCode.UNAUTHENTICATED,
     WrongIncarnation: grpc.StatusCode.FAILED_PRECONDITION,
@@ -59,7 +57,7 @@ class ServerGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has n
         self._credentials = credentials
         self._callers = callers
         self._seen = ReplayGuard()
-        self._refusals = RefusalLog()
+        self._refusals = RareLine(logger, logging.WARNING, "call_refused")
 
     async def intercept_service(
         self,
@@ -87,7 +85,7 @@ class ServerGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has n
     def _refusing(self, method: str, error: CredentialsError) -> grpc.RpcMethodHandler:
         async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
             if not isinstance(error, WrongIncarnation):  # the genuine caller logs that one
-                self._refusals.note(method, context.peer(), error)
+                self._refusals.write(method=method, peer=context.peer(), reason=str(error))
             # A stranger need not learn how far its forgery came.
             is_stranger = isinstance(error, NotProven)
             text = "the call does not prove that it comes from this cluster"
@@ -100,41 +98,6 @@ class ServerGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has n
 
         # A stream handler, because a unary one would first wait for the request.
         return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-class RefusalLog:
-    """Logs the first refusals of a period of LOG_PERIOD_S, and counts the others.
-
-    Args:
-        most: Lines in a period.
-    """
-
-    def __init__(self, most: int = 1) -> None:
-        self._most = most
-        self._num_shown = 0  # in this period
-        self._ends_at = float("-inf")
-        self._num_hidden = 0
-
-    def note(self, method: str, peer: str, error: Exception) -> None:
-        """Log the refusal of a method, or count it."""
-        not_logged = self.admit()
-        if not_logged is not None:
-            logger.warning(
-                "call_refused",
-                extra=fields(method=method, peer=peer, reason=str(error), not_logged=not_logged),
-            )
-
-    def admit(self) -> int | None:
-        """Return how many were not logged before this one; None: count it, and do not log it."""
-        now = asyncio.get_running_loop().time()
-        if now >= self._ends_at:
-            self._ends_at, self._num_shown = now + LOG_PERIOD_S, 0
-        if self._num_shown >= self._most:
-            self._num_hidden += 1
-            return None
-        self._num_shown += 1
-        num_hidden, self._num_hidden = self._num_hidden, 0
-        return num_hidden
 
 
 def _answering(handler: grpc.RpcMethodHandler, answer: bytes) -> grpc.RpcMethodHandler:

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from credentials.gate import RefusalLog
 from observability.logs import fields
+from observability.rare_line import RareLine
 from observability.tracing import NO_SPAN, NoSpan, begin_trace
 from router import wire
 from router.admission import Admission, Asking
@@ -48,7 +48,7 @@ from router.validation import check_num_messages
 
 logger = logging.getLogger(__name__)
 
-MAX_LOGGED_REFUSALS = 20  # of a tenant, in a period of RefusalLog
+MAX_LOGGED_REFUSALS = 20  # of a tenant, in a period of RareLine
 
 # Adds an empty GenerateResponse to those that the caller gets, and returns it.
 AddMessage = Callable[[], Any]
@@ -83,8 +83,8 @@ class Reception:
         self.random_id = random_id
         self.model_name = model_name
         # By tenant: a flood of refused calls must not fill the disk.
-        self.refusals: defaultdict[str, RefusalLog] = defaultdict(
-            lambda: RefusalLog(MAX_LOGGED_REFUSALS)
+        self.refusals: defaultdict[str, RareLine] = defaultdict(
+            lambda: RareLine(logger, logging.INFO, "request_refused", most=MAX_LOGGED_REFUSALS)
         )
         self._admitting: dict[asyncio.Task[None], Call] = {}  # held until they end
 
@@ -302,9 +302,7 @@ class Call:
             logger.info("request_done", extra=fields(**line))
             return
         name = self._tenant.name if self._tenant else ""
-        not_logged = self._reception.refusals[name].admit()
-        if not_logged is not None:
-            logger.info("request_refused", extra=fields(**line, not_logged=not_logged))
+        self._reception.refusals[name].write(**line)
 
 
 def read_tokenize_prompt(request: Any) -> Prompt:

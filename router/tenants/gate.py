@@ -5,6 +5,7 @@ message is read and before any other code of the server runs. All methods of a s
 except the standard services that credentials.rules calls open.
 """
 
+import logging
 import re
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -12,12 +13,14 @@ from typing import Any
 
 import grpc
 
-from credentials.gate import RefusalLog
 from credentials.rules import is_open
+from observability.rare_line import RareLine
 from router.errors import NotAuthenticated
 from router.tenants.file import digest_of
 from router.tenants.registry import Tenants
 from router.tenants.tenant import Tenant
+
+log = logging.getLogger(__name__)
 
 HEADER = "authorization"
 ALLOWED = "`authorization: Bearer TOKEN` with a token of this cluster"
@@ -68,7 +71,7 @@ class TenantGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has n
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
-        self._refusals = RefusalLog()
+        self._refusals = RareLine(log, logging.WARNING, "call_refused")
 
     async def intercept_service(
         self,
@@ -86,7 +89,7 @@ class TenantGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has n
 
     def _refusing(self, method: str, error: NotAuthenticated) -> grpc.RpcMethodHandler:
         async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
-            self._refusals.note(method, context.peer(), error)
+            self._refusals.write(method=method, peer=context.peer(), reason=str(error))
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
 
         # A stream handler, because a unary one would first wait for the request.

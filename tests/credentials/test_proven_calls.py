@@ -8,8 +8,9 @@ import pytest
 
 from credentials.channel import ProvenChannel
 from credentials.cluster import ClusterCredentials
-from credentials.gate import CALL_KEY, LOG_PERIOD_S, ServerGate, current_caller
+from credentials.gate import CALL_KEY, ServerGate, current_caller
 from credentials.secret import ClusterSecret
+from observability.rare_line import LOG_PERIOD_S
 from tests.simulation import test_memory_grpc as plain
 from tests.simulation.test_memory_grpc import Client, Handlers, Scenario, on_memory, on_sockets
 from tests.support.virtual_time import run_virtual

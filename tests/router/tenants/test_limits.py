@@ -14,8 +14,8 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 
-from credentials.gate import LOG_PERIOD_S
 from credentials.secret import KEY_BYTES
+from observability.rare_line import LOG_PERIOD_S
 from pagewire.protos import inference_pb2, worker_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES, pack_token_ids
 from pagewire.routers import token_metadata
