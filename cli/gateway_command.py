@@ -14,6 +14,7 @@ from cluster.errors import ConfigError
 from cluster.own_address import with_own_host
 from credentials.door import front_door
 from observability.logs import configure_logging
+from observability.open_files import raise_file_limit
 from pagewire import InvalidRequestError, Tls
 from pagewire.arguments import check_address
 from pagewire.cli.client_commands import tls_of
@@ -95,6 +96,7 @@ def gateway(
     if wrong_name := check_front(config):
         say(f"warning: {wrong_name}")
     configure_logging(config.log_level, config.log_format)
+    raise_file_limit(config.http_gateway.max_connections)
     with StopSignals() as signals:
         asyncio.run(_serve(config, router, tls, port, signals))
 

@@ -13,6 +13,7 @@ from credentials.door import front_door
 from http_gateway.config import GatewayConfig
 from http_gateway.server import GatewayServer
 from observability.logs import configure_logging
+from observability.open_files import raise_file_limit
 from observability.serving_process import settle_process
 from options.interfaces import address_on
 from options.kept_by_name import kept_by_name
@@ -46,6 +47,7 @@ class GatewayActor:
 
     async def __init__(self, start: GatewayStart) -> None:  # type: ignore[misc] # Ray awaits it
         configure_logging(start.log_level, start.log_format)
+        raise_file_limit(start.config.max_connections)
         self._router_name = start.router_name
         self._ending: asyncio.Task[None] | None = None
         try:

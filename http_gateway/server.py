@@ -13,6 +13,7 @@ import uvicorn
 
 from credentials.config import TlsSettings
 from credentials.door import Door, front_door, is_loopback_host
+from http_gateway.accept_errors import AcceptErrors
 from http_gateway.app import build_app
 from http_gateway.config import GatewayConfig
 from http_gateway.connection import LINGER_S, Connection
@@ -27,6 +28,7 @@ from protos.addresses import join_address
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
+ACCEPTS = 16  # connections that one turn of the event loop takes
 TELL_S = 1.5  # to tell clients that their grace is over; longer than LINGER_S
 
 
@@ -149,10 +151,13 @@ class _Server(uvicorn.Server):
             app_state=self.lifespan.state,
         )
         loop = asyncio.get_running_loop()
-        self.servers = [
-            await loop.create_server(connection, sock=each, backlog=BACKLOG, **self._tls)
-            for each in sockets or ()
-        ]
+        loop.set_exception_handler(AcceptErrors())
+        self.servers = []
+        for each in sockets or ():
+            # asyncio takes its backlog for both: how many wait, and how many it takes at once.
+            server = await loop.create_server(connection, sock=each, backlog=ACCEPTS, **self._tls)
+            self.servers.append(server)
+            each.listen(BACKLOG)
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

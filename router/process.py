@@ -22,6 +22,7 @@ from credentials.party import CONTROLLER_NAME, Party
 from credentials.secret import RouterKeys
 from observability.logs import fields
 from observability.metrics_server import MetricsServer, ask_loop
+from observability.open_files import raise_file_limit
 from observability.serving_process import settle_process
 from observability.tracing import TracingConfig, configure_tracing, stop_tracing
 from options.interfaces import address_on
@@ -131,6 +132,7 @@ class RouterProcess:
             TracingUnavailable: Traces are configured, and OpenTelemetry is not installed.
         """
         settings = self._settings
+        raise_file_limit(settings.config.max_connections)
         configure_tracing(
             settings.tracing, service="pagewire-router", instance=settings.config.router_id
         )

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import signal
 import socket
 import ssl
@@ -26,9 +27,16 @@ async def hello(request, context):
     yield response("Hello", [1], finish_reason=STOP, usage=usage())
 
 
-def start(*arguments):
+def lower_file_limit():
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+
+
+def start(*arguments, before=None):
     command = [sys.executable, "-m", "cli", "gateway", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=before
+    )
     line = process.stdout.readline()
     found = re.fullmatch(
         r"ready: HTTP on (https?://\S+)/v1, chat page at \1/, for the router at (\S+)\n", line
@@ -59,6 +67,19 @@ def test_it_serves_until_a_signal_and_ends_well(number):
     assert output.splitlines()[-1] == "stopped"
     assert "Traceback" not in errors
     assert "http_request" in errors
+
+
+def test_it_may_open_as_many_files_as_the_system_allows():
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving_in_thread(hello) as (router, _):
+        process, _ = start("--router", router, "--port", "0", before=lower_file_limit)
+        try:
+            limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        finally:
+            process.terminate()
+            process.communicate(timeout=20)
+
+    assert limits == (hard, hard)
 
 
 def test_it_is_ready_only_once_a_router_answers():

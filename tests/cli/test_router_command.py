@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -354,6 +355,21 @@ def test_a_router_without_a_controller_ends_well(keys_path, model_dir) -> None:
     assert waiting.startswith("waiting for the cluster at 127.0.0.1:1: UNAVAILABLE: ")
     assert (router.returncode, output.splitlines()[-2:]) == (0, ["stopped", "imported:"]), errors
     assert "Traceback" not in errors
+
+
+def test_a_router_may_open_as_many_files_as_the_system_allows(keys_path, model_dir) -> None:
+    own = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, own[1]))  # it inherits that
+    try:
+        router = start("127.0.0.1:1", keys_path, model_dir, "--port", "0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, own)
+    router.stdout.readline()  # it serves
+    limits = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)
+    router.terminate()
+    router.communicate(timeout=20)
+
+    assert limits == (own[1], own[1])
 
 
 def test_a_router_tells_prometheus_and_refuses_a_port_that_is_taken(keys_path, model_dir) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import os
+import resource
 import socket
 import threading
 import time
@@ -480,3 +482,32 @@ def test_a_port_in_use_is_an_error_of_the_start():
             await server.stop(0.0)
 
     asyncio.run(scenario())
+
+
+# Connections beyond what the process may open
+
+
+def test_a_lack_of_files_is_logged_once_and_passes(caplog):
+    with gateway(lambda: scripted(two_words)) as served:
+        health = request("/health", method="GET")
+        assert exchange(served.host_and_port, health).status == 200  # it has loaded its modules
+        clients = [socket.socket() for _ in range(50)]
+        free = os.dup(0)
+        os.close(free)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))  # any further file is refused
+        try:
+            for each in clients:
+                each.settimeout(5)
+                each.connect(served.host_and_port)
+            time.sleep(2.5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for each in clients:
+            each.sendall(health)
+            assert read_answer(each, time.monotonic()).status == 200
+            each.close()
+
+    told = [each for each in caplog.records if "resource" in str(each.msg) or "accept" in each.msg]
+    assert [each.getMessage() for each in told] == ["accept_failed"]
+    assert "Too many open files" in told[0].fields["reason"]
