@@ -15,6 +15,7 @@ from cluster.own_address import with_own_host
 from credentials.door import front_door
 from observability.logs import configure_logging
 from observability.open_files import raise_file_limit
+from observability.serving_process import settle_process
 from pagewire import InvalidRequestError, Tls
 from pagewire.arguments import check_address
 from pagewire.cli.client_commands import tls_of
@@ -122,6 +123,7 @@ async def _serve(
         router_tls=router_tls,
     )
     address = await server.start()
+    settle_process()
     name = "router" if len(router) == 1 else "routers"
     routers = f"the {name} at {', '.join(router)}"
 
