@@ -18,6 +18,7 @@ from http_gateway.config import GatewayConfig
 from http_gateway.errors import INVALID, SERVER, HttpError
 from http_gateway.places import Places
 from observability.logs import fields
+from observability.rare_line import RareLine
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +54,17 @@ class Connection(HttpToolsProtocol):
     Args:
         limits: The gateway's.
         places: Those of all the gateway's connections.
+        refusals: Logs those of all the gateway's connections.
         uvicorn: The arguments of uvicorn's protocols.
     """
 
-    def __init__(self, limits: GatewayConfig, places: Places, **uvicorn: Any) -> None:
+    def __init__(
+        self, limits: GatewayConfig, places: Places, refusals: RareLine, **uvicorn: Any
+    ) -> None:
         super().__init__(**uvicorn)
         self._limits = limits
         self._places = places
+        self._refusals = refusals
         self._head_bytes = 0  # of the whole parts of the head that is being read
         self._unparsed_bytes = 0  # that came for it and may be incomplete
         self._num_headers = 0
@@ -262,7 +267,7 @@ class Connection(HttpToolsProtocol):
         self._raw.close()
 
     def _write_refusal(self, refusal: HttpError) -> None:
-        log.info("connection_refused", extra=fields(status=refusal.status, reason=str(refusal)))
+        self._refusals.write(status=refusal.status, reason=str(refusal))
         body = refusal.body
         head = [
             b"HTTP/1.1 %d %b" % (refusal.status, REASONS[refusal.status]),

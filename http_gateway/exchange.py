@@ -18,6 +18,7 @@ from http_gateway.errors import CLIENT_CLOSED, SERVER, ClientLeft, HttpError, ht
 from http_gateway.hosts import check_host
 from http_gateway.http_metrics import Metrics
 from observability.logs import fields
+from observability.rare_line import RareLine
 from pagewire.tracing import caller_span
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Record:
         self.path = ""  # one of the gateway's own; empty: unknown
         self.status = 0
         self.outcome = "ok"
+        self.is_admitted = False  # whether its caller may call
         self.tenant = ""  # its tenant; empty: the router does not distinguish callers
         self.model = ""
         self.is_stream = False
@@ -60,8 +62,8 @@ class Record:
         """Time since the request arrived."""
         return asyncio.get_running_loop().time() - self.started_at
 
-    def write(self, method: str) -> None:
-        """Write the line."""
+    def write(self, method: str, strangers: RareLine) -> None:
+        """Write the line, or that of a request which anybody could send."""
         ttft_ms = None
         if self.first_token_at:
             ttft_ms = round(1000 * (self.first_token_at - self.started_at), 1)
@@ -73,20 +75,22 @@ class Record:
             "completion_tokens": self.completion_tokens,
             "ttft_ms": ttft_ms,
         }
-        log.log(
-            logging.DEBUG if self.path in PROBES else logging.INFO,
-            "http_request",
-            extra=fields(
-                request_id=self.request_id,
-                method=method,
-                path=self.path or "-",
-                status=self.status,
-                outcome=self.outcome,
-                total_ms=round(1000 * self.elapsed_s, 1),
-                **({"tenant": self.tenant} if self.tenant else {}),
-                **(generation if self.model else {}),
-            ),
-        )
+        values = {
+            "request_id": self.request_id,
+            "method": method,
+            "path": self.path or "-",
+            "status": self.status,
+            "outcome": self.outcome,
+            "total_ms": round(1000 * self.elapsed_s, 1),
+            **({"tenant": self.tenant} if self.tenant else {}),
+            **(generation if self.model else {}),
+        }
+        if self.path in PROBES:
+            log.debug("http_request", extra=fields(**values))
+        elif self.is_admitted:
+            log.info("http_request", extra=fields(**values))
+        else:
+            strangers.write(**values)
 
 
 class Exchange:
@@ -269,6 +273,7 @@ class Endpoint:
                 exchange.record.tenant = await self._admit(exchange.authorization)
             if self._checks_host and not exchange.record.tenant:
                 check_host(exchange.host, self._config.hosts)
+            exchange.record.is_admitted = self._admit is not None
             body = await exchange.read_json() if self._reads_body else {}
             await exchange.run(self._answer(exchange, body))
         except HttpError as error:  # head or body is wrong
@@ -294,6 +299,7 @@ class RequestLog:
     def __init__(self, app: Callable[..., Awaitable[None]], metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
+        self._strangers = RareLine(log, logging.INFO, "http_request")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; nothing is raised."""
@@ -320,7 +326,7 @@ class RequestLog:
             raise  # uvicorn ends the connection
         finally:
             self._metrics.end(record.path, scope["method"], record.status)
-            record.write(scope["method"])
+            record.write(scope["method"], self._strangers)
 
 
 def internal_error() -> HttpError:

@@ -21,6 +21,7 @@ from http_gateway.found_routers import FindRouters
 from http_gateway.places import Places
 from http_gateway.wire import RouterLink
 from observability.logs import fields
+from observability.rare_line import RareLine
 from pagewire import Tls
 from pagewire.routers import Connector
 from protos.addresses import join_address
@@ -80,9 +81,11 @@ class GatewayServer:
             tick_s=self._config.comment_period_s,
             connector=Connector(self._router_tls),
         )
+        places = Places(self._config.max_connections)
+        refusals = RareLine(log, logging.INFO, "connection_refused")
         settings: dict[str, Any] = {
             "app": build_app(self._link, self._config, is_local=is_loopback_host(self._host)),
-            "http": partial(Connection, self._config, Places(self._config.max_connections)),
+            "http": partial(Connection, self._config, places, refusals),
             "ws": "none",
             "lifespan": "off",
             "log_config": None,

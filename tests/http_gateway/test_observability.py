@@ -105,6 +105,20 @@ def test_probes_write_no_line(served, caplog):
     assert lines(caplog) == []
 
 
+def refusals(caplog):
+    return [getattr(each, ATTRIBUTE) for each in caplog.records if each.msg == "connection_refused"]
+
+
+def test_a_flood_of_strangers_fills_no_log(caplog):
+    caplog.set_level(logging.INFO)
+    with gateway(lambda: scripted(two_words)) as served:
+        for path in ("/nowhere", "/") * 20:
+            exchange(served.host_and_port, request(path, method="GET"))
+            exchange(served.host_and_port, b"no HTTP\r\n\r\n")
+
+    assert len(lines(caplog)) == len(refusals(caplog)) == 1
+
+
 @pytest.mark.parametrize(
     ("given", "is_kept"),
     [("my-id_1.2:3", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ("é", False)],

@@ -1,6 +1,7 @@
 """Keys over HTTP: each caller is the tenant of its own key, and nobody else."""
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from observability.logs import ATTRIBUTE
 from pagewire import UnavailableError, routers
 from pagewire.calls import Metadata
 from pagewire.protos import inference_pb2
@@ -112,6 +114,19 @@ def test_a_stranger_is_refused_before_its_body_is_read(served: Gateway) -> None:
 
     assert answer.status == 401
     assert answer.headers["connection"] == "close"
+
+
+def test_the_log_holds_all_requests_of_tenants_and_few_of_strangers(
+    folder: Path, known: Tenants, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with gateway(lambda: real_router(parrot(folder), folder, tenants=known)) as served:
+        for key in ("nobody", "acme") * 10:
+            data = request("/v1/models", method="GET", authorization=f"Bearer {key}")
+            exchange(served.host_and_port, data)
+
+    found = [getattr(each, ATTRIBUTE) for each in caplog.records if each.msg == "http_request"]
+    assert [each["status"] for each in found] == [401] + [200] * 10
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/", "/page/main.js"])
