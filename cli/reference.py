@@ -75,6 +75,8 @@ ENVIRONMENT = {  # variables that Pagewire itself reads
     "`XDG_CACHE_HOME`",
     "PAGEWIRE_TOKEN": "For clients, including `generate`, `chat` and `status`: their tenant's "
     "token, unless another one is given",
+    "RAY_ADDRESS": "Ray's own variable: the address that `ray_address: auto` means; unset: the "
+    "newest Ray that runs on this host",
     "RAY_AUTH_MODE": "Ray's own variable; with `ray_address` it must be `token` if that Ray "
     "requires a token. Where `serve`, `up` and `demo` start a Ray they set it themselves; `doctor` "
     "checks it",

@@ -134,7 +134,8 @@ class _Reading:
         if not blamed:
             return  # an earlier problem was blamed on all of them
         told = problem.told(lambda name: self._spell(path_in(section, name)))
-        if blamed != rest and (found := path_in(section, problem.names[0])) != blamed[0]:
+        found = path_in(section, problem.names[0])
+        if blamed != rest and found != blamed[0] and "found none" not in told:
             told += f"; {found} is not given and has its default"
         self._refuse(blamed[0], told)
         for name in blamed:
