@@ -4,11 +4,11 @@ A client may send most of a body and keep the rest until its time is over. Witho
 of them as there are connections would fill the host's memory.
 """
 
-from collections import Counter
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from http_gateway.errors import SERVER, HttpError
-from protos.shares import may_take
+from protos.shares import Room
 
 SMALL_BYTES = 64 * 1024  # bodies up to this size need no room: connections are bounded, too
 RETRY_AFTER_S = 1
@@ -24,12 +24,16 @@ class BodyRoom:
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self._taken: Counter[str] = Counter()  # tenant |-> bytes; only those that have some
-        self._num_taken = 0
+        self._room = Room(num_bytes)
 
-    def place(self, tenant: str) -> "BodyPlace":
-        """Return an empty place for a body of a tenant; use it with `with`."""
-        return BodyPlace(self, tenant)
+    @contextmanager
+    def place(self, tenant: str) -> Iterator["BodyPlace"]:
+        """Yield an empty place for a body of a tenant; at the end it is left."""
+        place = BodyPlace(self, tenant)
+        try:
+            yield place
+        finally:
+            self._room.leave(tenant, place.num_bytes)
 
     def take(self, tenant: str, num_bytes: int) -> None:
         """Take room for more bytes.
@@ -37,45 +41,27 @@ class BodyRoom:
         Raises:
             HttpError: The tenant's share does not have it.
         """
-        last = num_bytes - 1
-        if not may_take(self._taken[tenant] + last, self._num_taken + last, self._num_bytes):
-            raise _full(self._num_taken, self._num_bytes)
-        self._taken[tenant] += num_bytes
-        self._num_taken += num_bytes
-
-    def leave(self, tenant: str, num_bytes: int) -> None:
-        """Give back room."""
-        self._num_taken -= num_bytes
-        self._taken[tenant] -= num_bytes
-        if not self._taken[tenant]:
-            del self._taken[tenant]
+        if not self._room.take(tenant, num_bytes):
+            raise _full(self._room.taken, self._num_bytes)
 
 
 class BodyPlace:
-    """The room of one body, which it leaves at the end of a `with` block."""
+    """The room of one body.
+
+    Attributes:
+        num_bytes: What it holds; 0: no room.
+    """
 
     def __init__(self, room: BodyRoom, tenant: str) -> None:
+        self.num_bytes = 0
         self._room = room
         self._tenant = tenant
-        self._num_bytes = 0
 
     def hold(self, num_bytes: int) -> None:
         """Hold a body that has grown to this size; raises HttpError if there is no room."""
         if num_bytes > SMALL_BYTES:
-            self._room.take(self._tenant, num_bytes - self._num_bytes)
-            self._num_bytes = num_bytes
-
-    def __enter__(self) -> "BodyPlace":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._num_bytes:
-            self._room.leave(self._tenant, self._num_bytes)
+            self._room.take(self._tenant, num_bytes - self.num_bytes)
+            self.num_bytes = num_bytes
 
 
 def _full(num_taken: int, num_bytes: int) -> HttpError:

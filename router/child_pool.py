@@ -24,9 +24,10 @@ from typing import Any, TypeGuard, TypeVar
 
 from observability.logs import fields
 from pagewire.protos.call_tasks import mark_seen
+from protos.shares import Room
 from router.child_side import LENGTH_BYTES
 from router.errors import ChildCrash, ChildLimit, Overloaded
-from router.tenants.line import Line, Room
+from router.tenants.line import Line
 from router.tenants.tenant import NO_TENANT, TenantRules
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class ChildPool:
             ChildLimit: The answer exceeds a limit.
             Overloaded: Too many questions wait, or too many of this tenant.
         """
-        if not self._waiting.take(tenant):
+        if not self._waiting.take(tenant.name, weight=tenant.weight_of_room):
             raise Overloaded(f"{self._waiting.taken} {self._busy}", self._limits.cpu_s)
         try:
             async with asyncio.timeout(self._limits.wall_s):
@@ -121,7 +122,7 @@ class ChildPool:
         except TimeoutError:
             raise Overloaded(f"too many {self._busy}", self._limits.cpu_s) from None
         finally:
-            self._waiting.leave(tenant)
+            self._waiting.leave(tenant.name)
         # A caller that leaves must not leave a child with half an answer.
         return await asyncio.shield(self._hold(self._ask(child, question)))
 

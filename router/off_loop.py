@@ -5,8 +5,9 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from pagewire.protos.call_tasks import mark_seen
+from protos.shares import Room
 from router.errors import Overloaded
-from router.tenants.line import Line, Room
+from router.tenants.line import Line
 from router.tenants.tenant import NO_TENANT, TenantRules
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class OffLoop:
         Raises:
             Overloaded: Too much waits already.
         """
-        if not self._room.take(tenant, num_bytes):
+        if not self._room.take(tenant.name, num_bytes, tenant.weight_of_room):
             raise Overloaded(
                 f"prompts of {self._room.taken >> 20} MiB wait to be tokenized",
                 self._retry_delay_s,
@@ -53,11 +54,11 @@ class OffLoop:
         try:
             await self._places.get(tenant)
         except BaseException:
-            self._room.leave(tenant, num_bytes)
+            self._room.leave(tenant.name, num_bytes)
             raise
 
         def leave(running: "asyncio.Future[T]") -> None:
-            self._room.leave(tenant, num_bytes)
+            self._room.leave(tenant.name, num_bytes)
             self._places.put(None)
             mark_seen(running)  # of a caller that left
 

@@ -1,14 +1,13 @@
-"""Work before a request's turn, such as tokenizing: tenants take turns at it and share its room.
+"""Work before a request's turn, such as tokenizing: tenants take turns at it.
 
 Unlike in turns.py, each item of work counts as one: they are short, and what others wait for is the
 end of one of them.
 """
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from typing import Generic, TypeVar
 
-from protos.shares import may_take
 from router.tenants.tenant import TenantRules
 from router.tenants.turns import FairQueue
 
@@ -47,40 +46,3 @@ class Line(Generic[T]):
             if not waiter.cancelled():  # its turn came in the same moment
                 self.put(waiter.result())
             raise
-
-
-class Room:
-    """Bounds what waits, so that no tenant fills all of it; see protos/shares.py.
-
-    Args:
-        size: The most that fits, in any unit. Alone, anything fits.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.taken = 0
-        self._size = size
-        self._own: Counter[str] = Counter()  # tenant |-> what it has taken; none is 0
-
-    def take(self, tenant: TenantRules, amount: int = 1) -> bool:
-        """Take room until `leave`; False: there is none, or none for this tenant."""
-        if self.taken and not self._fits(tenant, amount):
-            return False
-        self.taken += amount
-        self._own[tenant.name] += amount
-        return True
-
-    def leave(self, tenant: TenantRules, amount: int = 1) -> None:
-        """Give room back."""
-        self.taken -= amount
-        self._own[tenant.name] -= amount
-        if not self._own[tenant.name]:
-            del self._own[tenant.name]
-
-    def _fits(self, tenant: TenantRules, amount: int) -> bool:
-        if self.taken + amount > self._size:
-            return False
-        if not tenant.name:  # the only one
-            return True
-        # It takes one unit after the other; this is the last.
-        own, taken = self._own[tenant.name] + amount - 1, self.taken + amount - 1
-        return may_take(own, taken, self._size, tenant.weight)

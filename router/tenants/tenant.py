@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from options.option import check_options, option
@@ -75,6 +76,11 @@ class TenantRules:
     def burst_requests(self) -> float:
         """Generations and calls of Tokenize that may begin at once."""
         return self.burst or max(1.0, self.requests_per_s)
+
+    @property
+    def weight_of_room(self) -> float:
+        """Its weight where tenants share room; the only one may have all."""
+        return self.weight if self.name else inf
 
     @property
     def cache_salt(self) -> bytes:

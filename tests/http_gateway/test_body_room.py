@@ -55,8 +55,8 @@ def test_room_is_left_however_a_body_ends() -> None:
         place.hold(4 * MIB)
         raise KeyError
 
-    assert not room._taken
-    assert not room._num_taken
+    assert not room._room._own
+    assert not room._room.taken
 
 
 def test_small_bodies_need_no_room() -> None:

@@ -9,14 +9,15 @@ import pytest
 from grammars.constraint import Constraint
 from pagewire.protos import inference_pb2
 from pagewire.routers import token_metadata
+from protos.shares import Room
 from router import child_pool, off_loop
 from router.child_pool import ChildPool
 from router.constraint_check import ChildChecker
 from router.errors import Overloaded
 from router.off_loop import MAX_RUNNING, OffLoop
 from router.request import ServedModel
-from router.tenants.line import Line, Room
-from router.tenants.tenant import NO_TENANT
+from router.tenants.line import Line
+from router.tenants.tenant import NO_TENANT, TenantRules
 from tests.router.scripted_worker import ScriptedWorker, running_router
 from tests.router.tenants.known import rules, tenants
 from tests.router.test_child_pool import children_that_answer, make_pool
@@ -72,22 +73,26 @@ def test_a_caller_that_leaves_takes_nothing_along(is_served: bool) -> None:
     run_virtual(scenario())
 
 
+def take(room: Room, tenant: TenantRules, amount: int = 1) -> bool:
+    return room.take(tenant.name, amount, tenant.weight_of_room)
+
+
 def test_one_tenant_never_takes_all_the_room_unless_it_is_the_only_one() -> None:
     room = Room(64)
-    assert sum(room.take(FLOOD) for _ in range(100)) == 57
-    assert room.take(OTHER)
-    room.leave(FLOOD, 57)
-    room.leave(OTHER)
+    assert sum(take(room, FLOOD) for _ in range(100)) == 57
+    assert take(room, OTHER)
+    room.leave(FLOOD.name, 57)
+    room.leave(OTHER.name)
     assert not room._own
-    assert sum(room.take(NO_TENANT) for _ in range(100)) == 64
+    assert sum(take(room, NO_TENANT) for _ in range(100)) == 64
 
     bytes_room = Room(900)
-    assert bytes_room.take(FLOOD, 1000), "alone, anything fits"
-    assert not bytes_room.take(OTHER, 1)
-    bytes_room.leave(FLOOD, 1000)
-    assert bytes_room.take(FLOOD, 700)
-    assert not bytes_room.take(FLOOD, 110), "of the 90 that would be left, it may have 8 times"
-    assert bytes_room.take(OTHER, 110)
+    assert take(bytes_room, FLOOD, 1000), "alone, anything fits"
+    assert not take(bytes_room, OTHER, 1)
+    bytes_room.leave(FLOOD.name, 1000)
+    assert take(bytes_room, FLOOD, 700)
+    assert not take(bytes_room, FLOOD, 110), "of the 90 that would be left, it may have 8 times"
+    assert take(bytes_room, OTHER, 110)
 
 
 def test_a_flood_of_prompts_delays_another_tenants_prompt_by_one_of_them(model_dir: Path) -> None:
