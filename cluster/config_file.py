@@ -134,9 +134,9 @@ class _Reading:
         if not blamed:
             return  # an earlier problem was blamed on all of them
         told = problem.told(lambda name: self._spell(path_in(section, name)))
-        found = path_in(section, problem.names[0])
-        if blamed != rest and found != blamed[0] and "found none" not in told:
-            told += f"; {found} is not given and has its default"
+        found = find_option(path_in(section, problem.names[0]))
+        if blamed != rest and found and found.path != blamed[0] and found.default not in (None, ""):
+            told += f"; {found.path} is not given and has its default"
         self._refuse(blamed[0], told)
         for name in blamed:
             self.values.pop(name)
