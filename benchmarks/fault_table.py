@@ -73,7 +73,7 @@ fault. Each cluster shared the GPUs with five others, whose workers were also hi
 {lines}
 - *Noticed*: the router gives the worker no more work.
 - *Pages free*: no transfer can read or write a page of the other worker any more; median and most.
-  Empty: no transfer was under way there.
+  Empty: that worker reported no failed transfer.
 - *Moves again*: a new request has moved pages. A killed worker starts anew and loads weights of
   Llama-3.2-1B's shape; a hang lasts ten seconds.
 
