@@ -264,7 +264,7 @@ def _gpu_memory_mib(run: Run, *also: int) -> dict[str, int]:
     """Return each worker's GPU memory, MiB, and that of further processes, as "gone"."""
     pids = {run.cluster.pid(name): name for name in SIDES.values()}
     pids |= {pid: "gone" for pid in also if pid not in pids}
-    return {pids[pid]: mib for pid, mib in gpu_memory_of(pids).items()}
+    return gpu_memory_of(pids)
 
 
 def _memory_growth(before_mib: dict[str, int], victim_pid: int, run: Run) -> list[int]:

@@ -5,7 +5,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -71,13 +71,18 @@ def commit() -> str:
         return "unknown"
 
 
-def gpu_memory_of(pids: Collection[int]) -> dict[int, int]:
-    """Return the GPU memory, MiB, of those of the processes that use any; {} without GPUs."""
-    found: dict[int, int] = {}
+def gpu_memory_of(names: Mapping[int, str]) -> dict[str, int]:
+    """Return the GPU memory, MiB, of named processes by name; {} without GPUs.
+
+    Args:
+        names: Process id |-> name. Processes that use no GPU are left out.
+    """
+    found: dict[str, int] = {}
     for row in nvidia_smi("pid", "used_memory", of="compute-apps"):
         pid, mib = row.split(", ")
-        if int(pid) in pids and mib.isdecimal():
-            found[int(pid)] = found.get(int(pid), 0) + int(mib)
+        if int(pid) in names and mib.isdecimal():
+            name = names[int(pid)]
+            found[name] = found.get(name, 0) + int(mib)
     return found
 
 

@@ -165,7 +165,7 @@ def _memory_mib(run: Run) -> dict[str, int]:
 def _gpu_memory_mib(workers: Collection[WorkerStatus], run: Run) -> dict[str, int]:
     """Return the GPU memory of each worker; {} without GPUs."""
     pids = {run.cluster.pid(each.worker_id): each.worker_id for each in workers}
-    return {pids[pid]: mib for pid, mib in gpu_memory_of(pids).items()}
+    return gpu_memory_of(pids)
 
 
 def sum_up(rounds: Mapping[str, Row]) -> list[Row]:

@@ -10,7 +10,7 @@ from benchmarks import measured_host
 def test_gpu_memory_is_summed_by_process_over_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = ["10, 300", "11, 500", "10, 40", "12, [N/A]"]
     monkeypatch.setattr(measured_host, "nvidia_smi", lambda *fields, of: rows)
-    assert measured_host.gpu_memory_of({10, 12, 13}) == {10: 340}
+    assert measured_host.gpu_memory_of({10: "a", 12: "b", 13: "c"}) == {"a": 340}
 
 
 def test_a_result_names_files_without_folders_and_cases_in_full(
