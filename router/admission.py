@@ -70,9 +70,7 @@ class Admission:
         resume_tokens: ResumeTokens,
         off_loop: OffLoop,
         constraints: ConstraintChecker | None,
-        has_tenants: bool,
     ) -> None:
-        self._has_tenants = has_tenants  # more than one, so that places are divided
         self.num_active = 0
         self.num_finished = 0  # calls that succeeded, since the start
         self.is_closed = False  # takes nothing new
@@ -109,9 +107,7 @@ class Admission:
                 self._config.retry_delay_s,
             )
         tenant.check_active(self._config.retry_delay_s)
-        if self._has_tenants and not may_take(
-            tenant.num_active, self.num_active, limit, tenant.rules.weight
-        ):
+        if not may_take(tenant.num_active, self.num_active, limit, tenant.rules.weight_of_room):
             raise Overloaded(
                 f"{tenant.num_active} calls of this tenant are active; the rest of the "
                 f"router's {limit} places is for other tenants",

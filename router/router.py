@@ -103,7 +103,6 @@ class Router:
             ),
             off_loop=off_loop,
             constraints=self._checker,
-            has_tenants=not self.tenants.is_open,
         )
         self.metrics = RouterMetrics()
         self._servicer = InferenceServicer(
