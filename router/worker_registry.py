@@ -205,12 +205,10 @@ class WorkerRegistry:
 
     def is_due(self, pool: PoolName) -> bool:
         """Return whether no worker of a pool takes requests, but one is being connected to."""
-        states = {
-            w.state
+        return not self.ready(pool) and any(
+            w.member.pool == pool and w.state == "CONNECTING" and not w.member.is_draining
             for w in self._workers.values()
-            if w.member.pool == pool and not w.member.is_draining
-        }
-        return "READY" not in states and "CONNECTING" in states
+        )
 
     def get(self, worker_id: str) -> Worker:
         return self._workers[worker_id]
