@@ -13,6 +13,7 @@ from http_gateway.errors import refused
 from http_gateway.exchange import Exchange
 from http_gateway.fields import Fields, Unsupported, shown_json
 from http_gateway.generation import FINISH_REASONS, Generation
+from http_gateway.messages import check_count
 from http_gateway.sampling import field_name, take_sampling
 from http_gateway.sse import DONE, Chunks, compact, quoted
 from http_gateway.token_texts import TokenTexts, completion_logprobs, drawn_tokens
@@ -267,8 +268,7 @@ def _prompts(value: object, max_prompts: int) -> tuple[list[Prompt], bool]:
         raise refused("prompt", "none" if value in (None, []) else shown_with_type(value), allowed)
     if type(value[0]) not in (str, list):
         return [value], False  # token ids, which the client's validator checks
-    if len(value) > max_prompts:
-        raise refused("prompt", f"{len(value)} prompts", f"at most {max_prompts}")
+    check_count("prompt", value, "prompts", max_prompts)
     for index, each in enumerate(value):
         if type(each) is not type(value[0]):
             raise refused(f"prompt[{index}]", shown_json(each), allowed)

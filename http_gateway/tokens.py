@@ -32,7 +32,8 @@ class Tokens:
         token_ids = await self._link.tokenize(exchange.authorization, request)
         pieces = None
         if with_pieces:
-            to_text = detokenize_request(token_ids, request.model, False, with_pieces=True)
+            convert = partial(detokenize_request, token_ids, request.model, False, with_pieces=True)
+            to_text = await exchange.convert(convert)
             _, pieces = await self._link.detokenize(exchange.authorization, to_text)
         await exchange.answer_json(
             {

@@ -314,7 +314,7 @@ def error_from(
                 told = f"no connection to {address}: {message}"
             else:
                 told = f"{address} is unavailable: {message}"
-            is_other = told.startswith(other)
+            is_other = NO_GRPC in message or code is grpc.StatusCode.UNIMPLEMENTED
             return errors.ConnectionFailedError(told, code=code.name, is_other=is_other)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             # If the router noticed first, its message says more.
