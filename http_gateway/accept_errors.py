@@ -1,4 +1,4 @@
-"""What a gateway's event loop tells when it can accept no connection."""
+"""What a gateway's event loop logs when it cannot accept a connection."""
 
 import asyncio
 import errno

@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 ROOM_BODIES = 16  # of the largest size, and their clients may all be slow
 MAX_THREADS = 2  # the event loop competes with them for the interpreter
-# Values that the parser makes without running Python keep the event loop waiting: a million of
-# texts for some 70 ms, as many arrays for ten times that.
+# Values that the parser makes without running Python keep the event loop waiting: a million texts
+# for some 70 ms, as many arrays for ten times that.
 MAX_VALUES = 1_000_000  # token ids of one prompt of the longest context, or of many prompts
 MAX_ARRAYS = 100_000
 MAX_OBJECTS = 100_000  # ten for each message that a router takes

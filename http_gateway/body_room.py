@@ -1,7 +1,7 @@
 """The memory of the bodies that a gateway is reading: bounded, and shared among tenants.
 
-A client may send most of a body and keep the rest until its time is over. Without a bound, as many
-of them as there are connections would fill the host's memory.
+A client may send most of a body and withhold the rest until its time is over. Without a bound, one
+such body on each connection would fill the host's memory.
 """
 
 from collections.abc import Iterator

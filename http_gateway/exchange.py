@@ -63,7 +63,7 @@ class Record:
         return asyncio.get_running_loop().time() - self.started_at
 
     def write(self, method: str, strangers: RareLine) -> None:
-        """Write the line, or that of a request which anybody could send."""
+        """Write the line; `strangers` writes it if anybody could have sent the request."""
         ttft_ms = None
         if self.first_token_at:
             ttft_ms = round(1000 * (self.first_token_at - self.started_at), 1)

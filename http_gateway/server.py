@@ -110,7 +110,7 @@ class GatewayServer:
     async def stop(self, grace_s: float) -> None:
         """Accept no more requests, give running answers `grace_s` seconds, then end them.
 
-        Clients whose answers end early are told so, which takes up to TELL_S more.
+        Clients whose answers end early are told so, which takes up to twice TELL_S more.
         """
         if not (self._server and self._serving and self._link):
             return

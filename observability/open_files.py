@@ -14,8 +14,8 @@ FILES_BESIDE = 200  # libraries, children, and connections to other processes of
 def raise_file_limit(max_connections: int) -> None:
     """Let this process open all files that the system allows, and warn if those are too few.
 
-    A shell's usual limit, 1024, stands below the hard one for the sake of programs that call
-    select(). A server that reaches it accepts no connection, whoever opened the others.
+    Shells usually set 1024, below the hard limit, because of programs that call select(). A server
+    that has reached its limit accepts no further connection, whoever opened the others.
 
     Args:
         max_connections: Connections that the process accepts.

@@ -1,4 +1,4 @@
-"""A log line for what strangers cause, or many calls of one caller: it must not fill the disk."""
+"""Log lines that strangers, or one caller's many calls, cause: they must not fill the disk."""
 
 import asyncio
 import logging

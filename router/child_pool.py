@@ -116,8 +116,7 @@ class ChildPool:
             raise Overloaded(f"{self._waiting.taken} {self._busy}", self._limits.cpu_s)
         try:
             async with asyncio.timeout(self._limits.wall_s):
-                # Killed from outside, while idle:
-                while (child := await self._idle.get(tenant)).is_gone:
+                while (child := await self._idle.get(tenant)).is_gone:  # killed while idle
                     self._hold(self._replace(child))
         except TimeoutError:
             raise Overloaded(f"too many {self._busy}", self._limits.cpu_s) from None

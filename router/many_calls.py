@@ -4,7 +4,7 @@ A call with news is noted, and the writer takes what each noted one has. While t
 blocked, the calls' generations merge what arrives. A call holds its place until the writer has
 taken its end.
 
-A caller that goes on although its calls are refused one after the other is read more slowly.
+After many refusals in a row, the caller's next messages are read more slowly.
 """
 
 import asyncio
@@ -127,7 +127,7 @@ class ManyCalls:
             await self._is_taken.wait()
 
     async def wait_for_retry(self) -> None:
-        """Wait for what the latest refusal asked for, within bounds, after many in a row."""
+        """After many refusals in a row, wait as long as the latest one asked, within bounds."""
         if self._is_one_caller and self._num_refused >= _MOST_REFUSED:
             await asyncio.sleep(min(self._pause_s, _LONGEST_PAUSE_S))
 

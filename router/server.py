@@ -228,7 +228,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 @contextmanager
 def _charged(tenant: Tenant) -> Iterator[None]:
-    """Count a call as one of its tenant's requests, as a generation that the cluster may refuse."""
+    """Count a call as one of its tenant's requests, unless the cluster refuses it."""
     account = Account(tenant)
     is_refused = False
     try:

@@ -7,7 +7,7 @@ from router.tenants.tenant import Tenant
 
 
 class Account:
-    """The charges of one of them, from its beginning; `close` it at the end.
+    """The charges of one generation or call of Tokenize; `close` it at the end.
 
     Raises:
         Overloaded: It may not begin; see Tenant.begin.

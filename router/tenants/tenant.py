@@ -186,7 +186,7 @@ class Tenant:
         self.counts.generated_tokens += num_tokens
 
     def keep_request(self, charge: Charge, now: float) -> None:
-        """Let a generation count for good."""
+        """Let a generation or a call of Tokenize count for good."""
         self._requests.keep(charge, now)
         self.counts.requests += 1
 
