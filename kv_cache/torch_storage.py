@@ -11,6 +11,7 @@ summation, also for NaN and -0.0. It finds damage and mix-ups; it does not authe
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,8 @@ class TorchPageStorage:
     """Implements `kv_cache.page_storage.PageStorage` over `pages` [num_pages, *layout.page_shape].
 
     Pages start as zeros, so that unwritten slots are finite. Work on a CUDA device runs on the
-    calling thread's current stream; export, import and digest return when it is done.
+    calling thread's current stream, but digests on one of their own: they wait for no step of the
+    engine. Export, import and digest return when it is done.
     """
 
     def __init__(
@@ -56,6 +58,10 @@ class TorchPageStorage:
         self._multipliers = digest_multipliers(self._words.shape[1]).to(self.device)
         self._digest_kernel = digest_kernel or torch_digest
         self._copy_kernel = copy_kernel or torch_copy
+        self._digest_stream: Any = None
+        if self.device.type == "cuda":
+            # They are short, and transfers wait for them: their blocks go before a step's.
+            self._digest_stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
 
     @property
     def num_pages(self) -> int:
@@ -84,9 +90,13 @@ class TorchPageStorage:
         self._synchronize()
 
     def digest_pages(self, page_ids: Sequence[int]) -> list[bytes]:
-        """Return the 16-byte digest of each page, in the order given."""
-        lanes = self._digest_kernel(self._words, self._index(page_ids), self._multipliers)
-        return [row.tobytes() for row in lanes.cpu().numpy().astype("<i8")]
+        """Return the 16-byte digest of each page, in the order given.
+
+        The host must know that the work which wrote them has ended.
+        """
+        with torch.cuda.stream(self._digest_stream):
+            lanes = self._digest_kernel(self._words, self._index(page_ids), self._multipliers)
+            return [row.tobytes() for row in lanes.cpu().numpy().astype("<i8")]
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Overwrite the second page of each pair with the first; no page stands on both sides.

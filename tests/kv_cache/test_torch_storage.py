@@ -214,8 +214,25 @@ def test_cuda_agrees_with_the_cpu(dtype: str) -> None:
     for storage in (here, there):
         storage.import_pages(range(6), contents)
         storage.copy_pages([(1, 4)])
+    torch.cuda.synchronize()
     assert here.digest_pages(range(6)) == there.digest_pages(range(6))
     assert np.array_equal(here.export_pages(range(6)), there.export_pages(range(6)))
+
+
+@pytest.mark.gpu
+def test_digest_waits_for_no_step() -> None:
+    storage = build_storage(device="cuda")
+    contents = random_pages(storage, 6)
+    storage.import_pages(range(6), contents)
+    expected = storage.digest_pages(range(6))
+    step = torch.cuda.Event()
+
+    torch.cuda._sleep(4_000_000_000)  # clocks: about two seconds
+    step.record()
+    digests = storage.digest_pages(range(6))
+
+    assert not step.query(), "it waited for the work of the current stream"
+    assert digests == expected
 
 
 @pytest.mark.gpu
