@@ -1,10 +1,10 @@
-"""Passes of few prompt tokens, replayed from CUDA graphs.
+"""Passes of prompt tokens, replayed from CUDA graphs.
 
-The host needs about 15 ms to launch the kernels of 32 layers one by one, whatever their size. Up to
-a few hundred tokens the device needs less: the end of a prompt, or one token of a cached prompt,
-would wait for the host. So these passes lie at fixed addresses, too, padded to one of few sizes
-(docs/decisions/0010-steps-of-decode-are-recorded.md). Their logits and draws are launched kernel by
-kernel, while the device computes the layers.
+The host needs 15 to 40 ms to launch the kernels of 32 layers one by one, whatever their size. Up to
+about a thousand tokens the device needs less, and would wait for the host; beyond that the host
+would have hardly any time left for transfers. So these passes lie at fixed addresses, too, padded
+to one of few sizes (docs/decisions/0010-steps-of-decode-are-recorded.md). Their logits and draws
+are launched kernel by kernel, while the device computes the layers.
 
 A step that decodes as well computes even fewer prompt tokens in the pass of its decodes: up to
 about 300 rows a pass takes little longer than reading the weights, which is then done once
@@ -31,9 +31,9 @@ from llm_engine.recordings import Recordings
 from llm_engine.sampling import SequenceSlice
 from llm_engine.transformer import Decoder
 
-# Tokens of a recording. Beyond the last size, the device takes longer than the host. Up to 64
-# tokens all take the same time, that of reading the weights once. Above, matrix tiles have 64 rows.
-NUM_TOKENS = (1, 4, 16, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768)
+# Tokens of a recording. Up to 64 all take the same time, that of reading the weights once. Above,
+# matrix tiles have 64 rows or more. The last size is that of a full step of a prefill worker.
+NUM_TOKENS = (1, 4, 16, *range(64, 768, 64), *range(768, 2049, 128))
 NUM_TOKENS_BESIDE = (16, 64, 256)  # of a recording that decodes as well
 MAX_SLICES = 256
 MAX_PAGES = 1 << 16  # of all slices
@@ -93,7 +93,8 @@ class GraphedPrompts:
 
     def warm_up(self, max_tokens: int) -> None:
         """Record passes of all sizes, up to a sequence length; overwrites page 0."""
-        for size in NUM_TOKENS[: bisect_right(NUM_TOKENS, max_tokens)]:
+        # The largest first: the others fit into its working memory.
+        for size in reversed(NUM_TOKENS[: bisect_right(NUM_TOKENS, max_tokens)]):
             for _ in range(2):  # launched, then recorded
                 self.hidden_states(self._any_batch(size))
 
