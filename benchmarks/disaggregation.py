@@ -66,10 +66,8 @@ from benchmarks.stream_statistics import (
     wall_s,
     work_done,
 )
-from prefill_worker.config import PrefillConfig
 
 LENGTHS = (0, 1024, 2048, 4096, 8192, 16_384, 32_768)  # tokens; 0: a page
-CHUNK_PAGES = PrefillConfig().chunk_pages
 DEDUP_STREAMS, DEDUP_PREFIX, DEDUP_OWN = 64, 8192, 128
 CHATS, CHAT_TOKENS, CHAT_STEPS = 16, 1024, 2048
 INTRUDERS, INTRUDER_TOKENS, INTRUDER_PERIOD_S = 6, 32_768, 1.0
@@ -99,8 +97,7 @@ def move_again(length: int, run: Run) -> Row:
     pages = -(-length // page_size)
     if work["pages_moved"] != pages * len(waves):
         raise CaseFailed(f"{work['pages_moved']} pages moved, not {len(waves)} times {pages}")
-    chunks = -(-pages // CHUNK_PAGES)
-    return two_tokens(waves) | {"own_tokens": length, "chunks": chunks} | work
+    return two_tokens(waves) | {"own_tokens": length} | work
 
 
 def new_prompt(length: int, run: Run) -> Row:
@@ -155,7 +152,6 @@ def transfer_shares(rows: Mapping[str, Row]) -> list[Row]:
                 "ms": round(later_ms, 3),
                 "share": round(later_ms / new["ms"], 4),
                 "hidden_share": round(1 - (exposed_ms - of_page_ms) / moving_ms, 4),
-                "chunks": again["chunks"],
                 "from": [each["case"] for each in (*present, again, page)],
             }
         )

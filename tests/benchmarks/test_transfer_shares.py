@@ -8,7 +8,7 @@ from benchmarks.stream_statistics import StreamRecord
 
 def row(case: str, ms: float, second_ms: float, num_bytes: int = 0) -> dict[str, Any]:
     times = {"ms": ms, "second_ms": second_ms}
-    return {"case": case, **times, "bytes_moved": num_bytes, "repeats": 2, "chunks": 4}
+    return {"case": case, **times, "bytes_moved": num_bytes, "repeats": 2}
 
 
 def test_pages_are_timed_by_second_tokens_and_first_tokens_only_by_first() -> None:
