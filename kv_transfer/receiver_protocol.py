@@ -154,7 +154,8 @@ def waiting_for(state: ReceiverState) -> Wait | None:
         case Slot.ABORTING:
             return Wait(kind=WaitKind.ABORT)
         case Slot.RECEIVING:
-            return Wait(kind=WaitKind.TRANSFER, chunk=chunk)
+            is_lost = state.failure is not None and state.failure.kind is FailureKind.BROKEN
+            return Wait(kind=WaitKind.LOST if is_lost else WaitKind.TRANSFER, chunk=chunk)
         case Slot.CALLED:
             return Wait(kind=WaitKind.POST, chunk=chunk)
     if state.is_ended:

@@ -38,6 +38,7 @@ from kv_transfer.protocol import (
 
 GOOD, BAD = b"good", b"bad"
 _SOME_FAILURE = Failure(FailureKind.ABORTED, "")
+_LOST = Failure(FailureKind.BROKEN, "")
 
 
 class Interned:
@@ -73,9 +74,12 @@ class Rules:
     checked: set[Any] = field(default_factory=set)  # what of an attempt broke no invariant
 
     def intern(self, state: Any) -> Interned:
-        # Texts and kinds of failures would only multiply equal states.
+        # Texts and kinds of failures would only multiply equal states, unless a wait depends on it.
         if getattr(state, "failure", None) is not None:
-            state = replace(state, failure=_SOME_FAILURE)
+            is_lost = getattr(state, "slot", None) is receiving.Slot.RECEIVING and (
+                state.failure.kind is FailureKind.BROKEN
+            )
+            state = replace(state, failure=_LOST if is_lost else _SOME_FAILURE)
         if isinstance(state, Abort):
             state = replace(state, reason="")
         return self.states.setdefault(state, Interned(state))
