@@ -24,7 +24,15 @@ class PrefillConfig:
     max_overtakes: int = option(
         8, "Later prompts that may be admitted before a waiting one.", at_least=0
     )
-    chunk_pages: int = option(16, "Pages handed to the transfer at a time.", at_least=1)
+    chunk_pages: int = option(
+        16, "Least pages handed to the transfer at a time, but for a prompt's last.", at_least=1
+    )
+    max_chunk_pages: int = option(
+        128,
+        "Most pages handed to the transfer at a time, if more are computed or cached. Each time "
+        "costs a round trip; fewer pages overlap better. At least chunk_pages are handed over.",
+        at_least=1,
+    )
     max_failed_passes: int = option(
         3, "Consecutive failed passes, probes included; then the worker restarts.", at_least=1
     )

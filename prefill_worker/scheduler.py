@@ -273,17 +273,18 @@ class Scheduler:
         return chunks
 
     def _hand_over(self, prompt: Prompt) -> list[ReadyPages]:
-        """Return the finished pages that fill a chunk, or all that are left at the end."""
+        """Return all finished pages, unless they are few and others follow."""
         assert prompt.pages is not None
         num_pages = num_pages_for(len(prompt.tokens), self._page_size)
         is_done = prompt.num_computed == len(prompt.tokens)
         num_ready = num_pages if is_done else prompt.num_computed // self._page_size
-        chunk_pages = self._config.chunk_pages
+        fewest = self._config.chunk_pages
+        most = max(fewest, self._config.max_chunk_pages)
         ready = []
         while prompt.num_handed_pages < num_ready:
             first_page = prompt.num_handed_pages
-            end = min(first_page + chunk_pages, num_ready)
-            if end - first_page < chunk_pages and not is_done:
+            end = min(first_page + most, num_ready)
+            if end - first_page < fewest and not is_done:
                 break
             prompt.num_handed_pages = end
             ready.append(

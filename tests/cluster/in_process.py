@@ -32,7 +32,7 @@ LONG_DEADLINES = TransferDeadlines(
     connect_s=60, grant_s=300, chunk_s=600, slot_s=600, post_s=60, transfer_s=60, ack_s=600
 )
 
-DEFAULT_PREFILL = PrefillConfig(chunk_pages=2)
+DEFAULT_PREFILL = PrefillConfig(chunk_pages=2, max_chunk_pages=2)
 IN_CLEAR = TlsSettings()
 DEFAULT_DECODE = DecodeConfig(local_prefill_max_tokens=0)
 
@@ -76,6 +76,7 @@ async def in_process_cluster(
     limits = {"dead_after_s": 60, "stuck_after_s": 600} if is_large else {}
     prefill = PrefillConfig(
         chunk_pages=chunk_pages,
+        max_chunk_pages=chunk_pages,
         max_step_tokens=256 if is_large else 2048,
         start_s=60 if is_large else 5,
         transfer_deadlines=transfer,

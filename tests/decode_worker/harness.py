@@ -75,7 +75,7 @@ class WorkerCluster:
     prefill_pages: int = 256
     decode_pages: int = 256
     prefill_config: PrefillConfig = field(
-        default_factory=lambda: PrefillConfig(max_step_tokens=32, chunk_pages=2)
+        default_factory=lambda: PrefillConfig(max_step_tokens=32, chunk_pages=2, max_chunk_pages=2)
     )
     decode_config: DecodeConfig = field(
         default_factory=lambda: DecodeConfig(

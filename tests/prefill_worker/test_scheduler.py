@@ -30,7 +30,9 @@ MODEL = FakeModel(vocab_size=50)
 PAGE_SIZE = 4
 NUM_PAGES = 24
 PREFIX = tuple(range(1, 33))
-CONFIG = PrefillConfig(max_step_tokens=10, max_computing_prompts=3, max_overtakes=2, chunk_pages=2)
+CONFIG = PrefillConfig(
+    max_step_tokens=10, max_computing_prompts=3, max_overtakes=2, chunk_pages=2, max_chunk_pages=3
+)
 
 
 def prompt_with(
@@ -212,7 +214,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pages = self.received[ready.prompt]
         expected = max(pages) + 1 if pages else ready.prompt.first_page
         assert ready.first_page == expected, "a gap, or a page that is not wanted"
-        assert len(ready.page_ids) <= CONFIG.chunk_pages
+        assert len(ready.page_ids) <= CONFIG.max_chunk_pages
         contents = self.engine.storage.export_pages(ready.page_ids)
         for index in range(len(ready.page_ids)):
             pages[ready.first_page + index] = contents[index]
@@ -222,7 +224,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def take_tokens(self, finished: FinishedPrompt) -> None:
         prompt = finished.prompt
-        assert max(self.received[prompt]) + 1 == num_pages_for(len(prompt.tokens), PAGE_SIZE)
+        last_page = max(self.received[prompt], default=-1)
+        assert last_page + 1 == num_pages_for(len(prompt.tokens), PAGE_SIZE)
         for choice, token in zip(prompt.choices, finished.tokens, strict=True):
             expected = fake_tokens(prompt.tokens, prompt.params, model=MODEL, choice=choice)
             assert [token.token_id] == expected, "a wrong token"
@@ -375,7 +378,9 @@ class Scene:
             num_pages=num_pages, page_size=PAGE_SIZE, fingerprint=MODEL.fingerprint
         )
         self.engine = FakeEngine(MODEL, num_pages=num_pages, page_size=PAGE_SIZE)
-        self.config = PrefillConfig(**{"max_step_tokens": 8, "chunk_pages": 2, **config})
+        self.config = PrefillConfig(
+            **{"max_step_tokens": 8, "chunk_pages": 2, "max_chunk_pages": 2, **config}
+        )
         self.scheduler = Scheduler(config=self.config, cache=self.cache, page_size=PAGE_SIZE)
 
     def submit(self, *tokens: int, first_page: int = 0) -> Prompt:
@@ -458,6 +463,19 @@ def test_cached_pages_are_handed_over_before_anything_is_computed() -> None:
     assert [(p.first_page, len(p.page_ids)) for p in ready] == [(0, 2), (2, 2)]
 
 
+def test_all_pages_that_are_ready_are_handed_over_together_up_to_the_most() -> None:
+    scene = Scene(max_chunk_pages=3, max_step_tokens=30)
+    scene.submit(*range(1, 40))
+    computed = [(p.first_page, len(p.page_ids)) for p in scene.step() if isinstance(p, ReadyPages)]
+    # 30 tokens are 7 pages: the third chunk would have a single page, and others follow.
+    assert computed == [(0, 3), (3, 3)]
+    scene.step()
+
+    scene.submit(*range(1, 40), 45)
+    cached = scene.scheduler.next_step().ready
+    assert [(p.first_page, len(p.page_ids)) for p in cached] == [(0, 3), (3, 3), (6, 3)]
+
+
 def test_a_prompt_without_pages_waits_until_transfers_end() -> None:
     scene = Scene(num_pages=6)
     first = scene.submit(*range(1, 18))
@@ -484,7 +502,7 @@ def test_a_long_prompt_pins_each_page_once_though_it_is_sent_in_many_chunks(
             right(self, page_ids)
 
         monkeypatch.setattr(PagePool, name, counting)
-    scene = Scene(num_pages=500, max_step_tokens=100, chunk_pages=1)
+    scene = Scene(num_pages=500, max_step_tokens=100, chunk_pages=1, max_chunk_pages=1)
     prompt = scene.submit(*[1 + index % 40 for index in range(2000)])
 
     handed = [p for _ in range(20) for p in scene.step() if isinstance(p, ReadyPages)]

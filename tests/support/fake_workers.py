@@ -74,7 +74,7 @@ class FakeWorkers:
         worker: WorkerHost
         if role_of(worker_id) == "prefill":
             worker = make_prefill_worker(
-                config=PrefillConfig(max_step_tokens=32, chunk_pages=2),
+                config=PrefillConfig(max_step_tokens=32, chunk_pages=2, max_chunk_pages=2),
                 identity=identity,
                 model=model,
                 executor=executor,
