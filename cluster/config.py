@@ -98,10 +98,11 @@ class ClusterConfig:
         at_least=1,
         at_most=16,
     )
-    page_transport: Literal["auto", "cuda_ipc", "nccl"] = option(
+    page_transport: Literal["auto", "nccl"] = option(
         "auto",
-        "How pages move between GPUs of one host: nccl, or cuda_ipc, with which the receiver "
-        "copies out of the sender's memory. auto: nccl, and cuda_ipc within one GPU.",
+        "How pages move between workers of one host. auto: the receiver copies out of the "
+        "sender's GPU memory (CUDA IPC), or by NCCL where the host does not let it. nccl: as "
+        "between hosts; not possible within one GPU.",
     )
 
     host: str = option(

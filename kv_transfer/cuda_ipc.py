@@ -75,9 +75,6 @@ class Memory(Protocol):
         """Which running kernel this is."""
         ...
 
-    @property
-    def gpu_id(self) -> str: ...
-
     def card(self) -> bytes:
         """Return the handle with which any process can map the pages, and write them."""
         ...
@@ -90,11 +87,10 @@ class Memory(Protocol):
 class CudaIpcTransport:
     """Implements `kv_transfer.transport.Transport` for storages in the memory of one host's GPUs.
 
-    A sender refuses receivers on other hosts, and unless `between_gpus` those on other GPUs.
+    A sender refuses receivers on other hosts.
 
     Args:
         sockets: Make its connections, and are closed with it.
-        between_gpus: Whether pages of one GPU are read from another one.
 
     Raises:
         TransportRefused: When the pages cannot be shared: they are in host memory, the driver does
@@ -108,19 +104,16 @@ class CudaIpcTransport:
         storage: PageStorage,
         sockets: ProvenSockets,
         *,
-        between_gpus: bool = False,
         memory: Memory | None = None,
     ) -> None:
         self._storage = storage
         self._memory = memory or _cuda_memory(storage)
         self._card = self._memory.card()
-        self._between_gpus = between_gpus
         self._sockets = sockets
         self._connections = LiveConnections[Sending | Receiving]()
 
     def offer(self, connection_id: str, key: bytes) -> bytes:
-        of_memory = {"host_id": self._memory.host_id, "gpu_id": self._memory.gpu_id}
-        return self._sockets.offer(connection_id, key, **of_memory)
+        return self._sockets.offer(connection_id, key, host_id=self._memory.host_id)
 
     async def accept(self, connection_id: str, deadline: float) -> "Receiving":
         wire = await self._sockets.accept(connection_id, deadline)
@@ -139,7 +132,8 @@ class CudaIpcTransport:
     async def connect(
         self, connection_id: str, offer: bytes, key: bytes, deadline: float
     ) -> "Sending":
-        self._check_reach(read_offer(offer))
+        if read_offer(offer).get("host_id") != self._memory.host_id:
+            raise TransportRefused("the receiver is on another host")
         wire = await self._sockets.connect(connection_id, offer, key, deadline)
         header = (_CARD_MAGIC, self._storage.num_pages, self._storage.page_bytes, len(self._card))
         with _setting_up(wire, if_late="the receiver did not answer"):
@@ -155,12 +149,6 @@ class CudaIpcTransport:
     async def close(self) -> None:
         await self._sockets.close()
         await self._connections.abort()
-
-    def _check_reach(self, offered: dict[str, object]) -> None:
-        if offered.get("host_id") != self._memory.host_id:
-            raise TransportRefused("the receiver is on another host")
-        if offered.get("gpu_id") != self._memory.gpu_id and not self._between_gpus:
-            raise TransportRefused("the receiver is on another GPU")
 
     async def _map(self, wire: PageSocket, thread: ThreadPoolExecutor) -> tuple[PeerPages, int]:
         magic, num_pages, page_bytes, card_length = _CARD.unpack(await wire.receive(_CARD.size))

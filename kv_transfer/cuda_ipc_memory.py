@@ -49,10 +49,6 @@ class CudaMemory:
         self._gpu_id = uuid.bytes if isinstance(uuid.bytes, bytes) else bytes(uuid.bytes)
         self.host_id = _BOOT_ID.read_text().strip()
 
-    @property
-    def gpu_id(self) -> str:
-        return self._gpu_id.hex()
-
     def card(self) -> bytes:
         cuda.set_device(self.device)
         address = self.words.data_ptr()

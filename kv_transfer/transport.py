@@ -19,7 +19,7 @@ from options.ports import ANY_PORT, FreePorts
 
 logger = logging.getLogger(__name__)
 
-PageTransport = Literal["auto", "cuda_ipc", "nccl"]  # transports that pages of GPUs prefer
+PageTransport = Literal["auto", "nccl"]  # how pages move between GPUs of one host
 
 
 class Connection(Protocol):
@@ -94,7 +94,7 @@ def open_transports(
 ) -> list[Transport]:
     """Return the transports for a worker's pages, best first.
 
-    NCCL is always there for GPUs of different hosts.
+    NCCL is always there: for GPUs of different hosts, and of one that does not share memory.
 
     Args:
         storage: The storage of the pages.
@@ -102,8 +102,7 @@ def open_transports(
         host: The worker's own address.
         tls: Encrypts connections, but not those of NCCL; None: they are in clear.
         ports: From which listeners take theirs, except those of NCCL.
-        choice: Between GPUs of one host "auto" takes NCCL, and "cuda_ipc" lets the receiver read
-            the sender's memory. Within one GPU only the latter is possible, except for "nccl".
+        choice: Within one host "auto" lets the receiver read the sender's memory.
     """
     sockets = ProvenSockets(host=host, tls=tls, ports=ports)
     if device == "cuda":
@@ -113,8 +112,7 @@ def open_transports(
         transports: list[Transport] = []
         if choice != "nccl":
             try:
-                between_gpus = choice == "cuda_ipc"
-                transports.append(CudaIpcTransport(storage, sockets, between_gpus=between_gpus))
+                transports.append(CudaIpcTransport(storage, sockets))
             except TransportRefused as error:
                 logger.warning("transport_missing", extra=fields(reason=str(error)))
         return [*transports, NcclTransport(storage)]

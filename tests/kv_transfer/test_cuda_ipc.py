@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -66,7 +65,7 @@ class HostMemory:
         self, storage: FakePageStorage, card: bytes, cards: dict[bytes, FakePageStorage]
     ) -> None:
         self.storage = storage
-        self.host_id, self.gpu_id = "host", "gpu"
+        self.host_id = "host"
         self.opened: list[HostPages] = []
         self.opening_s = 0.0
         self._card, self._cards = card, cards
@@ -88,7 +87,7 @@ class HostMemory:
 class Pair:
     """A sender and a receiver on one host."""
 
-    def __init__(self, tls: PageTls | None = None, *, between_gpus: bool = False) -> None:
+    def __init__(self, tls: PageTls | None = None) -> None:
         self.source, self.target = make_storage(64, 1), make_storage(64, 2)
         cards: dict[bytes, FakePageStorage] = {}
         self.sender_memory = HostMemory(self.source, SOURCE_CARD, cards)
@@ -97,7 +96,7 @@ class Pair:
 
         def transport(storage: FakePageStorage, memory: HostMemory) -> CudaIpcTransport:
             sockets = ProvenSockets(host="127.0.0.1", tls=tls)
-            return CudaIpcTransport(storage, sockets, between_gpus=between_gpus, memory=memory)
+            return CudaIpcTransport(storage, sockets, memory=memory)
 
         self.sender = transport(self.source, self.sender_memory)
         self.receiver = transport(self.target, self.receiver_memory)
@@ -116,8 +115,8 @@ class Pair:
 
 
 @asynccontextmanager
-async def a_pair(tls: PageTls | None = None, **options: Any) -> AsyncIterator[Pair]:
-    pair = Pair(tls, **options)
+async def a_pair(tls: PageTls | None = None) -> AsyncIterator[Pair]:
+    pair = Pair(tls)
     try:
         yield pair
     finally:
@@ -175,33 +174,14 @@ def test_whole_transfers_run_and_find_damage() -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize(
-    ("field", "other", "message"),
-    [("host_id", "elsewhere", "on another host"), ("gpu_id", "other", "on another GPU")],
-)
-def test_a_receiver_out_of_reach_is_refused_before_anything_is_sent(
-    field: str, other: str, message: str
-) -> None:
+def test_a_receiver_on_another_host_is_refused_before_anything_is_sent() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
-            setattr(pair.receiver_memory, field, other)
+            pair.receiver_memory.host_id = "elsewhere"
             offer = pair.receiver.offer("c0", KEY)
 
-            with pytest.raises(TransportRefused, match=message):
+            with pytest.raises(TransportRefused, match="on another host"):
                 await pair.sender.connect("c0", offer, KEY, soon())
-
-    run(scenario)
-
-
-def test_another_gpu_is_in_reach_where_the_option_says_so() -> None:
-    async def scenario() -> None:
-        async with a_pair(between_gpus=True) as pair:
-            pair.receiver_memory.gpu_id = "other"
-            receiving, sending = await pair.connect()
-
-            await asyncio.gather(sending.send([3], soon()), receiving.receive([4], soon()))
-
-            assert (pair.source.export_pages([3]) == pair.target.export_pages([4])).all()
 
     run(scenario)
 

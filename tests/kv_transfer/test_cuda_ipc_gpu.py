@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -34,10 +33,9 @@ DEVICES = [
 
 @contextlib.contextmanager
 def workers(receiver_device: int) -> Iterator[tuple[Worker, Worker]]:
-    options: dict[str, Any] = {"between_gpus": receiver_device != 0}
     with (
-        Worker(0, 1, "cuda_ipc", **options) as sender,
-        Worker(receiver_device, 2, "cuda_ipc", **options) as receiver,
+        Worker(0, 1, "cuda_ipc") as sender,
+        Worker(receiver_device, 2, "cuda_ipc") as receiver,
     ):
         yield sender, receiver
 
@@ -54,7 +52,7 @@ def test_the_death_of_the_sender_costs_its_connection_only(device: int) -> None:
         check_death_of_sender(
             sender,
             receiver,
-            lambda: Worker(0, 3, "cuda_ipc", between_gpus=device != 0),
+            lambda: Worker(0, 3, "cuda_ipc"),
             abort_s=1.0,
         )
 
