@@ -15,8 +15,9 @@ transfer/new@L, aggregated@L    a new prompt, with 1 + 1 workers and on one GPU.
 transfer/scattered@L     GB/s, by what the second token of again@L takes longer than that of
                     again@page (computed).
 transfer/ttft_share@L    `share`: of the first token's time, what new@L takes longer than
-                    aggregated@L; `hidden_share`: of the transfer's time, what new@L's second token
-                    does not take longer, without the difference that a page makes (computed).
+                    aggregated@L; `hidden_share`: of the transfer's time, what the second token of
+                    new@L does not come later after the first one than that of aggregated@L, without
+                    the difference that a page makes (computed).
 transfer/dedup      64 requests at once with one new prefix of 8,192 tokens: how often it was
                     computed and moved.
 itl/ARM             16 chats stream while six prompts of 32,768 tokens arrive.
@@ -34,7 +35,6 @@ it anywhere with --shape tiny --scale small --device cpu --page-size 16.
 
 import argparse
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -66,8 +66,8 @@ from benchmarks.stream_statistics import (
     wall_s,
     work_done,
 )
+from benchmarks.transfer_shares import LENGTHS, transfer_case, transfer_shares
 
-LENGTHS = (0, 1024, 2048, 4096, 8192, 16_384, 32_768)  # tokens; 0: a page
 DEDUP_STREAMS, DEDUP_PREFIX, DEDUP_OWN = 64, 8192, 128
 CHATS, CHAT_TOKENS, CHAT_STEPS = 16, 1024, 2048
 INTRUDERS, INTRUDER_TOKENS, INTRUDER_PERIOD_S = 6, 32_768, 1.0
@@ -114,53 +114,6 @@ def two_tokens(waves: list[list[StreamRecord]]) -> Row:
     """Return the times of the first and the second token of one stream at a time."""
     seconds = [1e3 * (record.times[-1] - record.started) for [record] in waves]
     return first_tokens(waves) | {f"second_{key}": v for key, v in spread(seconds, 2).items()}
-
-
-def transfer_shares(rows: Mapping[str, Row]) -> list[Row]:
-    """Return the figures derived from measured transfers; see the module's docstring."""
-
-    def row(kind: str, length: int) -> Row | None:
-        return rows.get(transfer_case(kind, length))
-
-    found = []
-    page = row("again", 0)
-    for length in LENGTHS[1:]:
-        again = row("again", length)
-        if page is None or again is None or again["second_ms"] <= page["second_ms"]:
-            continue  # noise hides it
-        moving_ms = again["second_ms"] - page["second_ms"]
-        per_repeat = (again["bytes_moved"] - page["bytes_moved"]) / again["repeats"]
-        found.append(
-            {
-                "case": f"transfer/scattered@{length}",
-                "ms": round(moving_ms, 3),
-                "gb_per_s": round(per_repeat / moving_ms / 1e6, 2),
-                "from": [again["case"], page["case"]],
-            }
-        )
-        sources = [row(kind, each) for each in (length, 0) for kind in ("new", "aggregated")]
-        present = [each for each in sources if each]
-        if len(present) < len(sources):
-            continue
-        new, alone, new_page, page_alone = present
-        later_ms = new["ms"] - alone["ms"]
-        exposed_ms = new["second_ms"] - alone["second_ms"]
-        of_page_ms = new_page["second_ms"] - page_alone["second_ms"]
-        found.append(
-            {
-                "case": f"transfer/ttft_share@{length}",
-                "ms": round(later_ms, 3),
-                "share": round(later_ms / new["ms"], 4),
-                "hidden_share": round(1 - (exposed_ms - of_page_ms) / moving_ms, 4),
-                "from": [each["case"] for each in (*present, again, page)],
-            }
-        )
-    return found
-
-
-def transfer_case(kind: str, length: int) -> str:
-    """Return the name of a case of transfers; of length 0: of a page."""
-    return f"transfer/{kind}@{length or 'page'}"
 
 
 def dedup(run: Run) -> Row:

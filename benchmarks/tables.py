@@ -9,17 +9,19 @@ benchmarks/results/:
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from benchmarks.figures import FLASHINFER_CASCADE, FLASHINFER_DECODE, read_times
 from benchmarks.serving_figures import VLLM
 from benchmarks.stream_statistics import Row
+from benchmarks.transfer_shares import LENGTHS, transfer_case, transfer_shares
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
+TRANSFERS_RESULT = "transfers-h100-x2.json"
 POOL_ARMS = ("disaggregated", "aggregated")
 REGION = re.compile(r"(?s)(<!-- table: ([a-z-]+) -->\n).*?(<!-- end of table -->)")
 
@@ -99,7 +101,8 @@ def engine_step() -> str:
 
 def pools() -> str:
     """The same work on two GPUs, as two pools and without a prefill worker."""
-    rows = _disaggregation_rows()
+    # The replay was not measured again when the transfers were.
+    rows = _rows_of("disaggregation-h100-x2.json") | _rows_of(TRANSFERS_RESULT)
     figures = (
         ("itl", "chats beside long prompts: between tokens, p50", "itl_ms_p50", "ms"),
         ("itl", "p99", "itl_ms_p99", "ms"),
@@ -122,33 +125,41 @@ def pools() -> str:
 
 
 def transfers() -> str:
-    """First tokens of new prompts with and without a transfer, and of cached ones."""
-    rows = _disaggregation_rows()
-    lengths = [case.partition("@")[2] for case in rows if case.startswith("transfer/ttft_share@")]
-    kinds = ("new", "aggregated")
+    """First tokens of new prompts with and without a transfer, and the transfers themselves."""
+    rows = _rows_of(TRANSFERS_RESULT)
+    rows |= {row["case"]: row for row in transfer_shares(rows)}
+
+    def cells(length: int) -> Iterator[str]:
+        yield f"{length:,}"
+        new, alone, again = (
+            rows[transfer_case(kind, length)] for kind in ("new", "aggregated", "again")
+        )
+        yield from (_ms(row["ms"]) for row in (new, alone))
+        yield f"{100 * (1 - alone['ms'] / new['ms']):.1f} %"
+        yield from (_ms(again[name]) for name in ("ms", "second_ms"))
+        moved = rows.get(f"transfer/scattered@{length}")
+        share = rows.get(f"transfer/ttft_share@{length}")
+        yield _ms(moved["gb_per_s"]) if moved else ""
+        yield f"{100 * share['hidden_share']:.0f} %" if share else ""
+
     return table(
         (
             "tokens of the prompt",
             "new, 1 + 1, ms",
             "new, 0 + 1, ms",
             "difference, share",
-            "cached, all pages move, ms",
+            "cached, ms",
+            "second token, ms",
+            "pages, GB/s",
+            "hidden",
         ),
-        (
-            (
-                f"{int(length):,}",
-                *(_ms(rows[f"transfer/{kind}@{length}"]["ms"]) for kind in kinds),
-                f"{100 * rows[f'transfer/ttft_share@{length}']['share']:.1f} %",
-                _ms(rows[f"transfer/again@{length}"]["ms"]),
-            )
-            for length in lengths
-        ),
+        (cells(length) for length in LENGTHS if length),
         num_text=0,
     )
 
 
-def _disaggregation_rows() -> dict[str, Row]:
-    content = json.loads((RESULTS / "disaggregation-h100-x2.json").read_text(encoding="utf-8"))
+def _rows_of(name: str) -> dict[str, Row]:
+    content = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     return {row["case"]: row for row in content["cases"]}
 
 
