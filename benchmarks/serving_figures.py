@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks.bar_chart import Chart, Group, draw
 from benchmarks.figures import BLUE, LIGHT_BLUE, ORANGE, RED
 from benchmarks.stream_statistics import Row
+from benchmarks.transfer_shares import transfer_shares
 
 # vLLM 0.24.0 on one H200: Llama-3-8B's shape, bfloat16, random weights, prefix caching on, else its
 # defaults; ms, offline, so without a server or clients.
@@ -209,6 +210,7 @@ def main() -> None:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             rows = {row["case"]: row for row in content["cases"] if "error" not in row}
+            rows |= {row["case"]: row for row in transfer_shares(rows)}
             where = _hardware(content)
             charts = (*serving_charts(rows, where), *disaggregation_charts(rows, where))
         except (OSError, ValueError, KeyError, TypeError) as error:
