@@ -14,7 +14,10 @@ from benchmarks.faults import LATE_STREAMS, OUTPUT_TOKENS, STREAMS
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "faults.md"
 RESULTS = Path(__file__).resolve().parent / "results"
 FAULTS_RESULT = "faults-cpu.json"
-KILLS_RESULT = "kills-nccl-h100-x2.json"
+# What carried the pages |-> results; a row of an earlier one replaces those of later ones.
+KILLS_RESULTS = {
+    "NCCL": ("kills-nccl-h100-x2.json",),
+}
 INTRODUCTION = """\
 # What faults cost
 
@@ -63,13 +66,13 @@ NOTES = {
 KILLS = """
 ## Kills and hangs between two GPUs
 
-{gpus} with NVLink: one has a prefill worker, the other a decode worker, and pages move over NCCL.
+{gpus} with NVLink: one has a prefill worker, the other a decode worker.
 {streams} streams with prompts of 4,096 tokens begin. Before, while or after their pages move, one
 worker gets SIGKILL, or SIGSTOP for ten seconds. Afterwards the same prompts run once more without a
-fault. Each cluster shared the GPUs with five others, whose workers were also hit.
+fault. Each cluster shared the GPUs with others, whose workers were also hit.
 
 | {heads} |
-|---|---|---|--:|--:|--:|--:|--:|--:|--:|
+|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|
 {lines}
 - *Noticed*: the router gives the worker no more work.
 - *Pages free*: no transfer can read or write a page of the other worker any more; median and most.
@@ -77,11 +80,11 @@ fault. Each cluster shared the GPUs with five others, whose workers were also hi
 - *Moves again*: a new request has moved pages. A killed worker starts anew and loads weights of
   Llama-3.2-1B's shape; a hang lasts ten seconds.
 
-Measured at {commit} by `{command}`
-([{name}](../benchmarks/results/{name})).
+Measured by `python -m benchmarks.disaggregation --cases 'kill/*' 'hang/*'`, with further arguments
+that the files name: {sources}.
 """
 KILLS_HEADS = (
-    *("Worker", "Fault", "Moment", "Runs", "Requests", "Failed", "Wrong tokens"),
+    *("Pages over", "Worker", "Fault", "Moment", "Runs", "Requests", "Failed", "Wrong tokens"),
     *("Noticed", "Pages free", "Moves again"),
 )
 CORRUPTION = """
@@ -97,16 +100,17 @@ not compared, a test of this benchmark fails.
 
 def whole_page() -> str:
     """Return the page for the existing results."""
-    faults, hits, *corruptions = (
-        (name, json.loads((RESULTS / name).read_text(encoding="utf-8")))
-        for name in (
-            FAULTS_RESULT,
-            KILLS_RESULT,
-            *sorted(each.name for each in RESULTS.glob("corruption-*.json")),
-        )
-    )
-    text = page(faults[1], faults[0]) + kills(hits[1], hits[0]) + CORRUPTION
-    return text + "".join(corruption(result, name) for name, result in corruptions)
+    hits = {
+        carrier: {name: _read(name) for name in names} for carrier, names in KILLS_RESULTS.items()
+    }
+    text = page(_read(FAULTS_RESULT), FAULTS_RESULT) + kills(hits) + CORRUPTION
+    names = sorted(each.name for each in RESULTS.glob("corruption-*.json"))
+    return text + "".join(corruption(_read(name), name) for name in names)
+
+
+def _read(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return content
 
 
 def page(result: dict[str, Any], name: str) -> str:
@@ -130,31 +134,50 @@ def page(result: dict[str, Any], name: str) -> str:
     )
 
 
-def kills(result: dict[str, Any], name: str) -> str:
-    """Return the part on workers of two GPUs for a result; `name` is that of its file."""
-    rows = [row for row in result["cases"] if "error" not in row]
+def kills(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """Return the part on workers of two GPUs: what carried pages |-> file |-> its content."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for carrier, files in results.items():
+        for result in files.values():
+            for row in result["cases"]:
+                if "error" not in row:
+                    rows.setdefault((carrier, row["case"]), row)
     lines = []
-    for row in rows:
-        fault, side, moment = row["case"].split("/")
+    for (carrier, case), row in sorted(rows.items(), key=_kills_order):
+        fault, side, moment = case.split("/")
         doubt = (row.get(key) for key in ("quiet_ms", "quiet_ms_max"))
         cells = (
-            *(side, {"kill": "SIGKILL", "hang": "SIGSTOP, 10 s"}[fault], moment, row["times"]),
+            *(
+                carrier,
+                side,
+                {"kill": "SIGKILL", "hang": "SIGSTOP, 10 s"}[fault],
+                moment,
+                row["times"],
+            ),
             *(row["times"] * row["streams"], row["lost_requests"], row["wrong_tokens"]),
             _seconds(row["noticed_ms"]),
             ", ".join(_seconds(each) for each in doubt if each is not None),
             _seconds(row["usable_ms"]),
         )
         lines.append(f"| {' | '.join(map(str, cells))} |\n")
-    gpus = result["hardware"]["gpus"]
+    named = {name: result for files in results.values() for name, result in files.items()}
+    gpus = next(iter(named.values()))["hardware"]["gpus"]
     return KILLS.format(
         gpus=f"{len(gpus)} {gpus[0]}",
-        streams=rows[0]["streams"],
+        streams=next(iter(rows.values()))["streams"],
         heads=" | ".join(KILLS_HEADS),
         lines="".join(lines),
-        commit=result["commit"],
-        command=result["command"],
-        name=name,
+        sources=",\n".join(
+            f"[{name}](../benchmarks/results/{name}) at {result['commit']}"
+            for name, result in named.items()
+        ),
     )
+
+
+def _kills_order(row: tuple[tuple[str, str], Any]) -> tuple[bool, str, str, str]:
+    (carrier, case), _ = row
+    fault, side, moment = case.split("/")
+    return fault == "hang", carrier, side, moment
 
 
 def corruption(result: dict[str, Any], name: str) -> str:

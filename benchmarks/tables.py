@@ -153,7 +153,7 @@ def transfers() -> str:
             "pages, GB/s",
             "hidden",
         ),
-        (cells(length) for length in LENGTHS if length),
+        (tuple(cells(length)) for length in LENGTHS if length),
         num_text=0,
     )
 

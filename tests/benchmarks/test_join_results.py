@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.join_results import joined
+from benchmarks.kills import sum_up
 
 CONDITIONS = {
     "date": "2026-01-01",
@@ -36,6 +37,30 @@ def test_a_joined_file_has_the_cases_and_commands_of_all_parts() -> None:
         "not_run": ["c"],
         "cases": [{"case": "a", "ms": 1.0}, {"case": "b", "ms": 1.0}],
     }
+
+
+def test_rounds_of_a_case_in_two_parts_are_summed_up_together() -> None:
+    def of(*usable_ms: float) -> dict[str, Any]:
+        keys = ("noticed_ms", "failed_ms", "quiet_ms", "restarted_ms", "last_ms")
+        rounds = [
+            {
+                **dict.fromkeys(keys),
+                "streams": 8,
+                "hit_the_moment": True,
+                "lost_requests": 1,
+                "wrong_tokens": 0,
+                "usable_ms": each,
+                "memory_grew_mib": [],
+            }
+            for each in usable_ms
+        ]
+        return part("a", cases=[{"case": "a", "cluster": "1+1", **sum_up(rounds)}])
+
+    (row,) = joined([of(1.0, 2.0), of(9.0)])["cases"]
+
+    assert (row["case"], row["cluster"]) == ("a", "1+1")
+    assert (row["times"], row["lost_requests"], len(row["rounds"])) == (3, 3, 3)
+    assert (row["usable_ms"], row["usable_ms_max"]) == (2.0, 9.0)
 
 
 @pytest.mark.parametrize("name", sorted(CONDITIONS))
