@@ -15,6 +15,7 @@ from credentials.secret import (
     PartyKeys,
     RouterKeys,
 )
+from pagewire.protos.secret_files import warn_if_public
 
 MAX_BYTES = 65_536
 
@@ -84,6 +85,7 @@ def read_router_keys(path: Path) -> RouterKeys:
 def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
+            warn_if_public(file)
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise KeyFileError(f"{path} cannot be read: {error.strerror}") from error

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pagewire.protos.secret_files import warn_if_public
+
 log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 1 << 20
@@ -119,7 +121,8 @@ def read_pem(files: PemFiles) -> Pem:
         PemError: A file cannot be read, is not PEM, or does not fit the others; or a certificate is
             not valid now, or is for another use or name.
     """
-    certificate, key = (_read(each) if each else b"" for each in (files.certificate, files.key))
+    certificate = _read(files.certificate) if files.certificate else b""
+    key = _read(files.key, is_secret=True) if files.key else b""
     parts = []
     for each in files.authorities:
         parts.append(_read(each))
@@ -212,9 +215,11 @@ def _file_stamp(path: str) -> tuple[int, ...]:
     return found.st_mtime_ns, found.st_ino, found.st_size
 
 
-def _read(file: PemFile) -> bytes:
+def _read(file: PemFile, *, is_secret: bool = False) -> bytes:
     try:
         with Path(file.path).open("rb") as opened:
+            if is_secret:
+                warn_if_public(opened)
             content = opened.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: an impossible path
         reason = getattr(error, "strerror", None) or error

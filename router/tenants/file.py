@@ -22,6 +22,7 @@ from options.option import options_of
 from options.yaml_text import Lines, YamlError, parse_yaml, told_found, told_kind
 from pagewire.arguments import did_you_mean
 from pagewire.cli.units import invalid_byte
+from pagewire.protos.secret_files import told_if_public
 from router.errors import TenantsFileError
 from router.tenants.tenant import NAME, NAME_ALLOWED, TenantRules
 
@@ -90,10 +91,8 @@ def read_tenants(path: Path) -> TenantsFile:
         told = f"found {told_kind(tenants)} at the top level; allowed: a mapping of tenants"
         raise TenantsFileError(f"{path}: {told}")
     rules = _Reader(path, keys).read(tenants)
-    mode = stat.S_IMODE(found.st_mode)
-    is_public = mode & (stat.S_IROTH | stat.S_IWOTH)
-    told = f"{path} has mode {mode:04o}: other users of this host may read or change it; use 0640"
-    return TenantsFile(rules=rules, version=_version(found), warning=told if is_public else "")
+    warning = told_if_public(path, found.st_mode)
+    return TenantsFile(rules=rules, version=_version(found), warning=warning)
 
 
 def _unreadable(path: Path, reason: str | None) -> TenantsFileError:
