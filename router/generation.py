@@ -25,7 +25,7 @@ from observability.token_gaps import TokenGaps
 from observability.tracing import NO_SPAN
 from pagewire.protos.token_ids import unpack_token_ids
 from router.detokenizer import Decoder, Detokenizer
-from router.errors import DeltaGap
+from router.errors import DeltaGap, InvalidRequest
 from router.request import GenerationRequest
 from router.resumption import ReceivedChoice
 from router.stop_strings import StopStrings
@@ -134,7 +134,7 @@ class Choice:
         self._output: Output | None = None
         self._textless: list[int] = []  # tokens of the output that are not decoded yet
         self.num_resumed = 0  # tokens that the client had before this router began
-        self._num_chars_had = 0  # of the text to be decoded, characters that the client has
+        self.num_chars_had = 0  # of the text to be decoded, characters that the client has
 
     def accept(self, delta: Delta) -> int:
         """Take over a delta; return how many of its tokens are new.
@@ -180,7 +180,7 @@ class Choice:
             self.token_ids = token_ids
             self.is_finished = True
         else:
-            self._num_chars_had = received.text_chars
+            self.num_chars_had = received.text_chars
             finish = self._finish_of(token_ids)
             self.accept(
                 Delta(
@@ -246,8 +246,8 @@ class Choice:
 
     def _new(self, text: str) -> str:
         """Return the part of the next text that the client does not have."""
-        had = min(self._num_chars_had, len(text))
-        self._num_chars_had -= had
+        had = min(self.num_chars_had, len(text))
+        self.num_chars_had -= had
         return text[had:]
 
     def _finish_of(self, token_ids: Sequence[int]) -> Finish | None:
@@ -289,10 +289,21 @@ class Generation:
         """Go on after the client's part of a call that began at another router.
 
         Call it first, once; it takes as long as decoding all these tokens.
+
+        Raises:
+            InvalidRequest: The client claims more text than its tokens have.
         """
         self.num_resumptions = 1
-        for each in received:
-            self.choices[each.choice].resume(each)
+        for index, each in enumerate(received):
+            choice = self.choices[each.choice]
+            choice.resume(each)
+            if choice.num_chars_had:
+                most = each.text_chars - choice.num_chars_had
+                raise InvalidRequest(
+                    f"resume.choices[{index}].text_chars",
+                    str(each.text_chars),
+                    f"at most {most}, the characters of its token_ids",
+                )
         self.num_unfinished = sum(not choice.is_finished for choice in self.choices)
         self.num_tokens = sum(len(choice.token_ids) for choice in self.choices)
 

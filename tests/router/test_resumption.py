@@ -11,6 +11,7 @@ from credentials.secret import KEY_BYTES
 from pagewire.protos import common_pb2, inference_pb2
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from router.config import RouterConfig
+from router.errors import InvalidRequest
 from router.generation import Delta, Finish, Generation
 from router.resumption import ReceivedChoice
 from router.tokenizer import Tokenizer
@@ -116,6 +117,17 @@ def test_a_client_that_has_no_text_gets_all_of_it() -> None:
 
     [output] = made.take_outputs()
     assert (output.text, output.token_ids, output.first_index) == ("the quick", [], len(had))
+
+
+def test_a_client_cannot_have_more_text_than_its_tokens_make() -> None:
+    made = Generation(generation().request, Tokenizer(byte_level().to_str()))
+    had = ids("the quick")
+    claimed = replace(received(), packed_token_ids=pack_token_ids(had), text_chars=10)
+
+    with pytest.raises(
+        InvalidRequest, match=r"choices\[0\].text_chars: found 10; allowed: at most 9,"
+    ):
+        made.resume([claimed])
 
 
 def test_choices_that_are_finished_are_left_alone_and_the_others_go_on() -> None:
@@ -316,6 +328,7 @@ def test_what_no_client_can_have_received_names_the_field() -> None:
                 (changed(token_ids=b"abc"), f"{field}.token_ids"),
                 (changed(token_ids=pack_token_ids([4000])), f"{field}.token_ids[0]"),
                 (changed(token_ids=pack_token_ids(tokens(0, 11))), f"{field}.token_ids"),
+                (changed(text_chars=1), f"{field}.text_chars"),  # no text: it has no tokenizer
                 (twice, "resume.choices[1].choice"),
                 (resuming(request, messages), "resume.choices"),
             ):
