@@ -11,6 +11,7 @@ summation, also for NaN and -0.0. It finds damage and mix-ups; it does not authe
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ class TorchPageStorage:
 
         The host must know that the work which wrote them has ended.
         """
-        with torch.cuda.stream(self._digest_stream):
+        with self._on_digest_stream():
             lanes = self._digest_kernel(self._words, self._index(page_ids), self._multipliers)
             return [row.tobytes() for row in lanes.cpu().numpy().astype("<i8")]
 
@@ -118,6 +119,11 @@ class TorchPageStorage:
             # A negative index would silently address from the end.
             if not 0 <= page_id < self.num_pages:
                 raise IndexError(f"page id {page_id} is not in [0, {self.num_pages})")
+
+    def _on_digest_stream(self) -> AbstractContextManager[object]:
+        if self._digest_stream is None:  # torch.cuda.stream(None) would initialize CUDA
+            return nullcontext()
+        return torch.cuda.stream(self._digest_stream)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -219,6 +219,18 @@ def test_cuda_agrees_with_the_cpu(dtype: str) -> None:
     assert np.array_equal(here.export_pages(range(6)), there.export_pages(range(6)))
 
 
+def test_digests_on_the_cpu_leave_the_gpus_of_the_host_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def initialize() -> None:
+        raise AssertionError("it initializes CUDA")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", initialize)
+
+    assert len(build_storage(device="cpu").digest_pages([0, 1])) == 2
+
+
 @pytest.mark.gpu
 def test_digest_waits_for_no_step() -> None:
     storage = build_storage(device="cuda")
