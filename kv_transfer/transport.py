@@ -94,7 +94,7 @@ def open_transports(
 ) -> list[Transport]:
     """Return the transports for a worker's pages, best first.
 
-    NCCL is always there: for GPUs of different hosts, and of one that does not share memory.
+    NCCL is always there: for GPUs of different hosts, and for workers of one that share no memory.
 
     Args:
         storage: The storage of the pages.
@@ -102,7 +102,7 @@ def open_transports(
         host: The worker's own address.
         tls: Encrypts connections, but not those of NCCL; None: they are in clear.
         ports: From which listeners take theirs, except those of NCCL.
-        choice: Within one host "auto" lets the receiver read the sender's memory.
+        choice: "auto": within one host the receiver reads the sender's memory; "nccl": never.
     """
     sockets = ProvenSockets(host=host, tls=tls, ports=ports)
     if device == "cuda":

@@ -37,7 +37,7 @@ class DeviceRunner:
         decoder: The decoder, for slices.
         batch: The seats; None: slices only.
         decode: Steps of the seats; None: slices only.
-        prompts: Passes of few prompt tokens; None: launched like all others.
+        prompts: Recorded passes of prompt tokens; None: all are launched kernel by kernel.
     """
 
     max_launched = 2
@@ -59,7 +59,7 @@ class DeviceRunner:
         self._sampler = TritonSampler()
 
     def warm_up(self, *, page_size: int, max_tokens: int) -> None:
-        """Record decode steps and passes of few prompt tokens; overwrites page 0."""
+        """Record decode steps and passes of prompt tokens; overwrites page 0."""
         if self._decode is not None:
             self._decode.warm_up(page_size=page_size, max_tokens=max_tokens, prompts=self._prompts)
         if self._prompts is not None:
@@ -151,7 +151,7 @@ def make_device_runner(
 
     Args:
         num_seats: Most sequences that decode at once; 0: slices only.
-        records_prompts: Whether to record passes of few prompt tokens, too.
+        records_prompts: Whether to record passes of prompt tokens, too.
     """
     assert isinstance(attention, TritonAttention), "recorded steps need its plans"
     page_size = storage.layout.page_size

@@ -25,12 +25,14 @@ class PrefillConfig:
         8, "Later prompts that may be admitted before a waiting one.", at_least=0
     )
     chunk_pages: int = option(
-        16, "Least pages handed to the transfer at a time, but for a prompt's last.", at_least=1
+        16,
+        "Fewest pages handed to the transfer at a time; a prompt's last may be fewer.",
+        at_least=1,
     )
     max_chunk_pages: int = option(
         128,
-        "Most pages handed to the transfer at a time, if more are computed or cached. Each time "
-        "costs a round trip; fewer pages overlap better. At least chunk_pages are handed over.",
+        "Most pages handed to the transfer at a time, unless chunk_pages is more. Each time costs "
+        "a round trip; fewer pages overlap better and delay other transfers less.",
         at_least=1,
     )
     max_failed_passes: int = option(

@@ -158,7 +158,9 @@ class RouterConfig:
     page_pressure_s: float = option(
         0.5, "Cost of a decode worker whose pages are all referenced.", at_least=0
     )
-    nccl_bytes_per_s: float = option(150e9, "Rate of pages between GPUs of a host.", above=0)
+    nccl_bytes_per_s: float = option(
+        150e9, "Rate of pages between GPUs, whether CUDA IPC or NCCL moves them.", above=0
+    )
     tcp_bytes_per_s: float = option(1e9, "Rate of pages over a network of 10 Gbit/s.", above=0)
     speculative_ttl_s: float = option(
         5.0, "How long the future pages of a request count as cached.", at_least=0

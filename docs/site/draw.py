@@ -348,7 +348,7 @@ def request() -> Drawing:
         (400, "P", "D", "ChunkReady(digests)", True),
         (428, "D", "P", "ChunkGo", False),
         (456, "P", "D", "ChunkPosted", True),
-        (488, "P", "D", "pages: NCCL or TCP", True),
+        (488, "P", "D", "pages: CUDA IPC, NCCL or TCP", True),
         (548, "D", "P", "ChunkAck: the lease ends", False),
         (610, "D", "R", "each step: all new tokens", True),
         (636, "R", "C", "text and tokens", True),
