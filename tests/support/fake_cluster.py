@@ -436,7 +436,7 @@ class FakeCluster:
         config = PrefillConfig(
             max_step_tokens=self.shape.max_step_tokens,
             chunk_pages=self.shape.chunk_pages,
-            max_chunk_pages=self.shape.chunk_pages,
+            max_chunk_pages=self.shape.max_chunk_pages,
             transfer_deadlines=DEADLINES,
         )
         return make_prefill_worker(

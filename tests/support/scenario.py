@@ -25,6 +25,7 @@ class ClusterShape:
     decode_pages: int = 256
     local_prefill_max_tokens: int = 0
     chunk_pages: int = 2
+    max_chunk_pages: int = 1  # or chunk_pages, if they are more
     max_step_tokens: int = 64
     max_running_sequences: int = 32
     pass_s: float = 0.01
@@ -89,6 +90,8 @@ def make_scenario(
         page_transfer_s=rng.choice((0.0005, 0.005, 0.05)),
         hangs_on_peer_death=rng.choice((True, False)),
     )
+    more_pages = random.Random(f"chunks/{seed}").choice((0, 0, 1, 3, 20))
+    shape = replace(shape, max_chunk_pages=shape.chunk_pages + more_pages)
     return Scenario(
         seed=seed,
         shape=shape,
