@@ -208,6 +208,10 @@ class DamagingConnection:
     def is_broken(self) -> bool:
         return self.inner.is_broken
 
+    @property
+    def max_chunk_bytes(self) -> int:
+        return self.inner.max_chunk_bytes
+
     async def send(self, page_ids: Sequence[int], deadline: float) -> None:
         if plan := self.planned.pop(tuple(page_ids), None):
             others = pages_of((plan.prompt + 1) % PROMPTS)
@@ -298,7 +302,7 @@ class DamagingSender:
             connection.planned[planned] = begin
         sender.grant()
         for index, chunk in enumerate(chunks):
-            sender.chunk_computed(index * CHUNK_PAGES, chunk, index == len(chunks) - 1)
+            sender.pages_computed(index * CHUNK_PAGES, chunk, index == len(chunks) - 1)
         error = ""
         try:
             await sender.run()

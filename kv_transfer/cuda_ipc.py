@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CARD_BYTES = 512
 MAX_FRAME_PAGES = 1 << 20  # a worker's whole pool, and 4 MiB of ids
+MAX_CHUNK_BYTES = 1 << 40  # no network is between the GPUs: whatever is handed over
 
 _CARD = struct.Struct("!8sQQH")
 _CARD_MAGIC = b"PWCARD01"
@@ -181,6 +182,10 @@ class CudaIpcTransport:
 
 class Sending(SocketConnection):
     """Implements the sender's half of `kv_transfer.transport.Connection`."""
+
+    @property
+    def max_chunk_bytes(self) -> int:
+        return MAX_CHUNK_BYTES
 
     async def send(self, page_ids: Sequence[int], deadline: float) -> None:
         async with self._operating(deadline):

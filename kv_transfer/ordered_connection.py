@@ -10,6 +10,8 @@ from kv_transfer.transport import Connection
 
 Made = TypeVar("Made", bound=Connection)
 
+NETWORK_CHUNK_BYTES = 256 << 20  # a quarter of a second at 10 Gbit/s
+
 
 class OrderedConnection:
     """Base of connections: runs the operations of this side one after the other.
@@ -23,6 +25,10 @@ class OrderedConnection:
         self._order = asyncio.Lock()
         self._num_done = 0  # operations
         self._aborting: asyncio.Task[None] | None = None
+
+    @property
+    def max_chunk_bytes(self) -> int:
+        return NETWORK_CHUNK_BYTES
 
     @property
     def connection_id(self) -> str:

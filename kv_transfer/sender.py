@@ -1,6 +1,6 @@
 """Sends the pages of one attempt from a prefill worker; executes `sender_protocol`.
 
-The worker calls `grant` when it accepts the request, `chunk_computed` as its engine finishes
+The worker calls `grant` when it accepts the request, `pages_computed` as its engine finishes
 pages, posts the messages of the Prefill stream to `driver`, and awaits `run`. Pages stay unchanged
 until `on_ack` named them, or until `driver.wait_quiescent` returned after a failure.
 """
@@ -82,10 +82,14 @@ class Sender:
         """Accept the request: pages named from now on stay until they are read."""
         self.driver.post(GrantGiven())
 
-    def chunk_computed(self, first_page: int, page_ids: Sequence[int], is_last: bool) -> None:
-        """Hand over the next pages of the prompt, in order; never blocks."""
-        self._page_ids.append(tuple(page_ids))
-        self.driver.post(ChunkComputed(first_page, len(page_ids), is_last))
+    def pages_computed(self, first_page: int, page_ids: Sequence[int], is_last: bool) -> None:
+        """Hand over the next pages of the prompt, in order, as one or more chunks; never blocks."""
+        most = max(1, self._outgoing.connection.max_chunk_bytes // self._storage.page_bytes)
+        for start in range(0, len(page_ids), most):
+            chunk = tuple(page_ids[start : start + most])
+            self._page_ids.append(chunk)
+            ends = start + most >= len(page_ids)
+            self.driver.post(ChunkComputed(first_page + start, len(chunk), is_last and ends))
 
     async def run(self) -> TransferStats:
         """Return when the receiver has acknowledged all pages up to the last.

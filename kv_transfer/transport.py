@@ -33,6 +33,11 @@ class Connection(Protocol):
         """True once an operation failed or abort was called; the connection is never used again."""
         ...
 
+    @property
+    def max_chunk_bytes(self) -> int:
+        """Most bytes to move at a time, or one page: other transfers wait for them."""
+        ...
+
     async def send(self, page_ids: Sequence[int], deadline: float) -> None:
         """Send pages of the local storage, in order; returns when they may be reused.
 

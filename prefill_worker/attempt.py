@@ -131,7 +131,7 @@ class Attempt:
     def progressed(self, progress: Progress) -> None:
         """Take finished pages, or the first tokens, from the step loop."""
         if isinstance(progress, ReadyPages):
-            self._sender.chunk_computed(progress.first_page, progress.page_ids, progress.is_last)
+            self._sender.pages_computed(progress.first_page, progress.page_ids, progress.is_last)
             return
         assert isinstance(progress, FinishedPrompt)
         self._span.event("computed")

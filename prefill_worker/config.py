@@ -32,7 +32,7 @@ class PrefillConfig:
     max_chunk_pages: int = option(
         128,
         "Most pages handed to the transfer at a time, unless chunk_pages is more. Each time costs "
-        "a round trip; fewer pages overlap better and delay other transfers less.",
+        "a round trip; fewer pages overlap better. Over a network, 256 MiB move at a time at most.",
         at_least=1,
     )
     max_failed_passes: int = option(

@@ -170,7 +170,7 @@ class Attempt:
             await asyncio.sleep(self.compute_s)
             pages = self.source_pages[first : first + self.chunk_pages]
             is_last = first + self.chunk_pages >= len(self.source_pages)
-            self.sender.chunk_computed(first, pages, is_last)
+            self.sender.pages_computed(first, pages, is_last)
 
     async def run(self) -> list[object]:
         """Run both sides; return their results or errors, receiver first."""

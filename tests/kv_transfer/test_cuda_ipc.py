@@ -24,6 +24,7 @@ from kv_transfer.errors import (
 )
 from kv_transfer.page_socket import PageTls
 from kv_transfer.proven_sockets import ProvenSockets
+from prefill_worker.config import PrefillConfig
 from tests.kv_transfer.pair import KEY, check_order, check_whole_transfers, make_storage
 from tests.kv_transfer.tcp_pair import run, soon, wire_tap
 from tests.kv_transfer.test_tcp_tls import page_tls
@@ -56,6 +57,9 @@ class HostPages:
     def close(self) -> None:
         self.closed_by = threading.current_thread().name
         self.is_closed.set()
+
+
+LARGE_PAGE_BYTES = 64 << 20  # several times that of large models
 
 
 class HostMemory:
@@ -151,6 +155,7 @@ def test_pages_arrive_in_order() -> None:
             await check_order(pair, receiving, sending)
 
             assert len(pair.mapped.threads) == 1
+            assert sending.max_chunk_bytes >= PrefillConfig().max_chunk_pages * LARGE_PAGE_BYTES
 
     run(scenario)
 

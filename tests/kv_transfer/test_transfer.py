@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import TransferStats
 from kv_transfer.errors import (
     ConnectionBroken,
@@ -19,8 +20,9 @@ from kv_transfer.errors import (
 )
 from kv_transfer.messages import ChunkGo, ChunkPosted, ChunkReady, Granted
 from kv_transfer.order import Load
+from kv_transfer.ordered_connection import NETWORK_CHUNK_BYTES
 from kv_transfer.receiver_protocol import Slot
-from tests.kv_transfer.pair import DEADLINES, TICKET, Attempt, Workers, shuffled
+from tests.kv_transfer.pair import DEADLINES, RECEIVER, TICKET, Attempt, Workers, shuffled
 from tests.support.loopback import FaultKind, LoopbackFault, LoopbackNetwork, planned
 from tests.support.virtual_time import run_virtual, wait_until
 
@@ -77,6 +79,70 @@ def test_only_the_wanted_pages_move() -> None:
         assert attempt.committed == [10]
         assert attempt.is_equal(10)
         assert (workers.target.export_pages(attempt.target_pages[:7]) == before).all()
+
+    run(scenario)
+
+
+def test_more_pages_than_the_connection_takes_at_a_time_move_as_several_chunks() -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        workers.network.max_chunk_bytes = 4 * workers.source.page_bytes + 1
+        attempt = await ten_pages(workers, chunk_pages=9)
+
+        received, sent, _ = await attempt.run()
+
+        assert isinstance(received, TransferStats)
+        assert isinstance(sent, TransferStats)
+        assert attempt.committed == [4, 8, 9, 10]
+        assert attempt.acked == [(0, 4), (4, 4), (8, 1), (9, 1)]
+        assert attempt.is_equal(10)
+
+    run(scenario)
+
+
+def test_a_page_that_is_more_than_the_connection_takes_at_a_time_moves_alone() -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        workers.network.max_chunk_bytes = 1
+        attempt = await ten_pages(workers, chunk_pages=10)
+
+        await attempt.run()
+
+        assert attempt.committed == list(range(1, 11))
+
+    run(scenario)
+
+
+def test_a_hundred_large_transfers_over_a_slow_network_miss_no_deadline() -> None:
+    """Each has 1 GiB: 128 pages of 8 MiB, which a prefill worker hands over together."""
+
+    async def scenario() -> None:
+        net = network()
+        workers = Workers(net, num_pages=128)
+        part = 128 * workers.source.page_bytes / (1 << 30)  # of the bytes and of the rates
+        net.bytes_per_s = 1e9 * part
+        net.max_chunk_bytes = int(NETWORK_CHUNK_BYTES * part)
+        assumed = TransferDeadlines().assumed_bytes_per_s
+        deadlines = TransferDeadlines(assumed_bytes_per_s=assumed * part)
+        sides = await workers.connect()
+        attempts = [
+            Attempt(
+                workers,
+                sides,
+                source_pages=range(128),
+                target_pages=range(128),
+                chunk_pages=128,
+                ticket=replace(TICKET, transfer_id=bytes([i]) * 16),
+                deadlines=deadlines,
+            )
+            for i in range(100)
+        ]
+
+        connection_id = sides[0].connection.connection_id
+        with workers.accepted.get(RECEIVER, connection_id).users.one():
+            results = await asyncio.gather(*(attempt.run() for attempt in attempts))
+
+        assert [error for each in results for error in each if isinstance(error, Exception)] == []
 
     run(scenario)
 

@@ -59,11 +59,13 @@ class LoopbackNetwork:
         *,
         latency_s: float = 0.0001,
         bytes_per_s: float = 1e9,
+        max_chunk_bytes: int = 1 << 40,
         hang_on_peer_death: bool = False,
         fault_policy: FaultPolicy | None = None,
     ) -> None:
         self.latency_s = latency_s
         self.bytes_per_s = bytes_per_s
+        self.max_chunk_bytes = max_chunk_bytes
         self.hang_on_peer_death = hang_on_peer_death
         self.fault_policy = fault_policy or planned(())
         self.num_faults = 0  # copies that a fault really hit
@@ -150,6 +152,10 @@ class LoopbackConnection:
     def is_broken(self) -> bool:
         return self._is_broken
 
+    @property
+    def max_chunk_bytes(self) -> int:
+        return self._link.max_chunk_bytes
+
     async def send(self, page_ids: Sequence[int], deadline: float) -> None:
         await self._operate(self._link.sends, page_ids, deadline)
 
@@ -214,6 +220,7 @@ class _Link:
         target: PageStorage,
     ) -> None:
         self.connection_id = connection_id
+        self.max_chunk_bytes = network.max_chunk_bytes
         self.sides: tuple[LoopbackConnection, ...] = ()
         self.sends: list[_Operation] = []
         self.receives: list[_Operation] = []
