@@ -100,8 +100,8 @@ class ClusterConfig:
     )
     page_transport: Literal["auto", "nccl"] = option(
         "auto",
-        "How pages move between workers of one host. auto: the receiver copies out of the "
-        "sender's GPU memory (CUDA IPC), or by NCCL where the host does not let it. nccl: as "
+        "How pages move between workers of one host that have GPUs. auto: the receiver copies out "
+        "of the sender's memory (CUDA IPC), or by NCCL where the host does not let it. nccl: as "
         "between hosts; not possible within one GPU.",
     )
 
