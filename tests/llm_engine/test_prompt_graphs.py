@@ -14,6 +14,7 @@ from llm_engine.attention_triton import TritonAttention
 from llm_engine.engine import Engine
 from llm_engine.prompt_graphs import GraphedPrompts
 from llm_engine.sampling import SamplingParams
+from prefill_worker.config import PrefillConfig
 from tests.llm_engine.driver import (
     DrivenSequence,
     assert_equal,
@@ -24,6 +25,7 @@ from tests.llm_engine.driver import (
 )
 from tests.llm_engine.launch_recorder import LaunchRecorder
 
+ALL_SIZES = prompt_graphs.NUM_TOKENS
 PAGE_SIZE, NUM_PAGES = 16, 40
 SIZES = (4, 16, 32)
 
@@ -45,6 +47,11 @@ def engine(
     window: dict[str, Any] = {"sliding_window": size} if size else {}
     family = "mistral" if window else "llama"
     return small_engine(tmp_path, family, num_layers=2, num_pages=NUM_PAGES, **window)
+
+
+def test_a_full_step_of_a_prefill_worker_is_the_largest_recording() -> None:
+    assert list(ALL_SIZES) == sorted(set(ALL_SIZES))
+    assert ALL_SIZES[-1] == PrefillConfig().max_step_tokens
 
 
 def prompts_of(engine: Engine) -> GraphedPrompts:
