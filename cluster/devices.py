@@ -1,24 +1,59 @@
-"""Resources of this host: GPUs and free ports. Imports torch only where a driver is present."""
+"""Resources of this host: GPUs and free ports.
 
+The CUDA driver counts GPUs at once. torch, which takes seconds to import, is asked only where the
+driver does not know.
+"""
+
+import ctypes
 import errno
 import itertools
 import os
 import re
+import runpy
 import shutil
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 
 from cluster.errors import ConfigError, PlacementError
 from cluster.port_owner import port_owner
 
+CUDA_SUCCESS, CUDA_ERROR_NO_DEVICE = 0, 100  # as in cuda.h
+
 
 def count_gpus() -> int:
     """Return the number of CUDA devices that this process may use."""
-    if most_gpus() == 0:
+    if most_gpus() == 0 or not _torch_has_cuda():
         return 0
-    import torch  # takes seconds, so only where there can be a GPU
+    if (counted := _count_by_driver()) is not None:
+        return counted
+    import torch
 
     return int(torch.cuda.device_count())
+
+
+def _torch_has_cuda() -> bool:
+    """Return whether torch is built for CUDA, as `torch.version.cuda` says it."""
+    spec = find_spec("torch")
+    assert spec is not None, "the distribution of the server requires it"
+    assert spec.origin is not None
+    return runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"] is not None
+
+
+def _count_by_driver() -> int | None:
+    """Return the number of CUDA devices that the driver shows to this process; None: unknown.
+
+    It applies CUDA_VISIBLE_DEVICES, and makes no context, so it takes no memory of a GPU.
+    """
+    count = ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        result = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    except (OSError, AttributeError):
+        return None
+    if result == CUDA_ERROR_NO_DEVICE:
+        return 0
+    return count.value if result == CUDA_SUCCESS else None
 
 
 def most_gpus() -> int | None:

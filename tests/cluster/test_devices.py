@@ -1,8 +1,19 @@
+import ctypes
 import socket
+import subprocess
+import sys
 
 import pytest
+import torch
 
-from cluster.devices import check_gpus, check_port_free, most_visible, resolve_device
+from cluster import devices
+from cluster.devices import (
+    check_gpus,
+    check_port_free,
+    count_gpus,
+    most_visible,
+    resolve_device,
+)
 from cluster.environment import forwarded_environment, worker_environment
 from cluster.errors import ConfigError, PlacementError
 
@@ -50,6 +61,70 @@ def test_more_workers_than_gpus_are_refused():
 )
 def test_hidden_gpus_do_not_count(visible, num_gpus):
     assert most_visible(4, visible) == num_gpus
+
+
+class Driver:
+    """A libcuda that shows four devices, if its init succeeds."""
+
+    def __init__(self, result):
+        self.cuInit = lambda flags: result
+        self.cuDeviceGetCount = self._count
+
+    def _count(self, count):
+        count._obj.value = 4
+        return 0
+
+
+@pytest.fixture
+def host_with_gpus(monkeypatch):
+    """Have a driver, a torch for CUDA that sees eight devices, and a way to say what it is."""
+
+    def have(library, cuda="12.8"):
+        def load(name):
+            assert name == "libcuda.so.1"
+            if library is None:
+                raise OSError("cannot open shared object file")
+            return library
+
+        monkeypatch.setattr(devices, "most_gpus", lambda: 8)
+        monkeypatch.setattr(devices.runpy, "run_path", lambda path: {"cuda": cuda})
+        monkeypatch.setattr(ctypes, "CDLL", load)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+
+    return have
+
+
+@pytest.mark.parametrize(
+    ("library", "num_gpus"),
+    [
+        (Driver(0), 4),
+        (Driver(100), 0),  # it says that there is none
+        (Driver(802), 8),  # it is not ready yet
+        (object(), 8),
+        (None, 8),
+    ],
+    ids=["counts", "none", "not ready", "too old", "absent"],
+)
+def test_the_driver_counts_gpus_and_torch_only_where_it_cannot(host_with_gpus, library, num_gpus):
+    host_with_gpus(library)
+
+    assert count_gpus() == num_gpus
+
+
+def test_a_torch_without_cuda_has_no_gpus(host_with_gpus):
+    host_with_gpus(Driver(0), cuda=None)
+
+    assert count_gpus() == 0
+
+
+def test_torchs_own_version_says_whether_it_has_cuda():
+    code = (
+        "import sys; from cluster.devices import _torch_has_cuda as has_cuda; "
+        "print(has_cuda(), 'torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert found.stdout.split() == [str(torch.version.cuda is not None), "False"]
 
 
 def test_a_taken_port_is_refused_and_a_free_one_is_not():
