@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from router.process import RouterProcess, RouterSettings
+from router.process import RouterProcess
+from router.settings import RouterSettings
 
 START_TIMEOUT_S = 60.0
 

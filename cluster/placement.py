@@ -35,7 +35,7 @@ from protos.contract import own_contract
 from router.actor import RouterActor, RouterStart
 from worker.actor import WorkerStart
 from worker.own_host import HostOptions
-from worker.process import WorkerSettings
+from worker.settings import WorkerSettings
 
 NAMESPACE = "pagewire"
 CONTROLLER_NAME = "pagewire-controller"

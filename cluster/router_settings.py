@@ -5,7 +5,7 @@ from dataclasses import replace
 from cluster.config import ClusterConfig
 from credentials.secret import RouterKeys
 from llm_engine.model_files import text_folder
-from router.process import RouterSettings
+from router.settings import RouterSettings
 
 
 def router_settings(

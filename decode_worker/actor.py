@@ -1,14 +1,16 @@
 """Ray actor of a decode worker."""
 
 import secrets
+from typing import TYPE_CHECKING
 
-from credentials.cluster import ClusterCredentials
 from decode_worker.config import DecodeConfig
-from kv_transfer.transport import open_transports
 from worker.actor import WorkerActor
-from worker.executor import EngineExecutor
-from worker.host import WorkerHost
-from worker.identity import ModelInfo, WorkerIdentity
+
+if TYPE_CHECKING:
+    from credentials.cluster import ClusterCredentials
+    from worker.executor import EngineExecutor
+    from worker.host import WorkerHost
+    from worker.identity import ModelInfo, WorkerIdentity
 
 
 class DecodeActor(WorkerActor[DecodeConfig]):
@@ -18,12 +20,13 @@ class DecodeActor(WorkerActor[DecodeConfig]):
 
     def _build(
         self,
-        identity: WorkerIdentity,
-        model: ModelInfo,
-        executor: EngineExecutor,
-        credentials: ClusterCredentials,
-    ) -> WorkerHost:
+        identity: "WorkerIdentity",
+        model: "ModelInfo",
+        executor: "EngineExecutor",
+        credentials: "ClusterCredentials",
+    ) -> "WorkerHost":
         from decode_worker.worker import make_decode_worker
+        from kv_transfer.transport import open_transports
 
         return make_decode_worker(
             config=self._config,

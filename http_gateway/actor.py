@@ -1,4 +1,7 @@
-"""Ray actor of an HTTP gateway beside a router, whose address it requests."""
+"""Ray actor of an HTTP gateway beside a router, whose address it requests.
+
+Ray imports this wherever an actor is placed, so what serves is imported where it serves.
+"""
 
 import asyncio
 import logging
@@ -11,7 +14,6 @@ import ray
 from credentials.config import TlsSettings
 from credentials.door import front_door
 from http_gateway.config import GatewayConfig
-from http_gateway.server import GatewayServer
 from observability.logs import configure_logging
 from observability.open_files import raise_file_limit
 from observability.serving_process import settle_process
@@ -51,6 +53,8 @@ class GatewayActor:
         self._router_name = start.router_name
         self._ending: asyncio.Task[None] | None = None
         try:
+            from http_gateway.server import GatewayServer
+
             self._server = GatewayServer(
                 self._find_routers,
                 config=start.config,

@@ -1,12 +1,15 @@
 """Ray actor of a prefill worker."""
 
-from credentials.cluster import ClusterCredentials
-from kv_transfer.transport import open_transports
+from typing import TYPE_CHECKING
+
 from prefill_worker.config import PrefillConfig
 from worker.actor import WorkerActor
-from worker.executor import EngineExecutor
-from worker.host import WorkerHost
-from worker.identity import ModelInfo, WorkerIdentity
+
+if TYPE_CHECKING:
+    from credentials.cluster import ClusterCredentials
+    from worker.executor import EngineExecutor
+    from worker.host import WorkerHost
+    from worker.identity import ModelInfo, WorkerIdentity
 
 
 class PrefillActor(WorkerActor[PrefillConfig]):
@@ -16,11 +19,12 @@ class PrefillActor(WorkerActor[PrefillConfig]):
 
     def _build(
         self,
-        identity: WorkerIdentity,
-        model: ModelInfo,
-        executor: EngineExecutor,
-        credentials: ClusterCredentials,
-    ) -> WorkerHost:
+        identity: "WorkerIdentity",
+        model: "ModelInfo",
+        executor: "EngineExecutor",
+        credentials: "ClusterCredentials",
+    ) -> "WorkerHost":
+        from kv_transfer.transport import open_transports
         from prefill_worker.worker import make_prefill_worker
 
         return make_prefill_worker(

@@ -1,4 +1,7 @@
-"""Ray actor of a router."""
+"""Ray actor of a router.
+
+Ray imports this wherever an actor is placed, so what serves is imported where it serves.
+"""
 
 import asyncio
 import logging
@@ -11,7 +14,7 @@ import ray
 from observability.logs import configure_logging, fields
 from options.kept_by_name import kept_by_name
 from router.errors import ControllerGone
-from router.process import RouterProcess, RouterSettings
+from router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ class RouterActor:
         self._controller_name = start.controller_name
         self._ending: asyncio.Task[None] | None = None
         try:
+            from router.process import RouterProcess
+
             self._process = RouterProcess(settings, self._find_controller)
             self._address = await self._process.start()
         except Exception:

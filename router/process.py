@@ -7,7 +7,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,21 +16,16 @@ from grpc_reflection.v1alpha import reflection
 
 from credentials.channel import ProvenChannel
 from credentials.cluster import ClusterCredentials
-from credentials.config import TlsSettings
 from credentials.door import ClusterLinks, front_door
 from credentials.party import CONTROLLER_NAME, Party
-from credentials.secret import RouterKeys
 from observability.logs import fields
 from observability.metrics_server import MetricsServer, ask_loop
 from observability.open_files import raise_file_limit
 from observability.serving_process import settle_process
-from observability.tracing import TracingConfig, configure_tracing, stop_tracing
+from observability.tracing import configure_tracing, stop_tracing
 from options.interfaces import address_on
-from options.kept_by_name import kept_by_name
-from options.ports import ANY_PORT, FreePorts
 from protos.addresses import join_address
 from protos.contract import CONTRACT_VERSION
-from router.config import RouterConfig
 from router.errors import PortTaken
 from router.front import make_server
 from router.health import INFERENCE_SERVICE
@@ -38,6 +33,7 @@ from router.member_feed import MemberFeed
 from router.membership import WorkerMember
 from router.random_ids import random_ids
 from router.router import Router
+from router.settings import RouterSettings
 from router.tenants.file import digest_of, read_tenants
 from router.tenants.gate import is_operator
 from router.tenants.registry import Tenants
@@ -46,25 +42,6 @@ from router.tenants.watch import TenantsWatch
 log = logging.getLogger(__name__)
 
 CLOSE_S = 1.0  # for cancelled calls to end
-
-
-@kept_by_name
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RouterSettings:
-    """Settings of a router process."""
-
-    config: RouterConfig  # without keys
-    model_dir: Path  # of tokenizer and chat template
-    host: str  # where clients connect; empty: the address of network_interface
-    port: int  # 0: one of `ports` at each start
-    ports: FreePorts = ANY_PORT
-    network_interface: str = ""
-    shares_port: bool = False  # see router.front
-    log_level: str = "info"  # see observability.logs
-    log_format: str = "text"
-    tls: TlsSettings = field(default_factory=TlsSettings)
-    tracing: TracingConfig = field(default_factory=TracingConfig)
-    keys: RouterKeys = field(repr=False)
 
 
 class RouterProcess:

@@ -1,4 +1,7 @@
-"""Base of both pools' Ray actors: each start is a new incarnation, and a failure ends it."""
+"""Base of both pools' Ray actors: each start is a new incarnation, and a failure ends it.
+
+Ray imports this wherever an actor is placed, so what serves is imported where it serves.
+"""
 
 import asyncio
 import logging
@@ -6,21 +9,23 @@ import os
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import ray
 
-from credentials.cluster import ClusterCredentials
 from credentials.secret import PartyKeys
 from llm_engine.model_identity import ModelIdentity
 from observability.logs import configure_logging, fields
 from options.kept_by_name import kept_by_name
 from worker.errors import HostUnfit
-from worker.executor import EngineExecutor
-from worker.host import WorkerHost
-from worker.identity import ModelInfo, WorkerIdentity
 from worker.own_host import host_names, look
-from worker.process import WorkerProcess, WorkerSettings
+from worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from credentials.cluster import ClusterCredentials
+    from worker.executor import EngineExecutor
+    from worker.host import WorkerHost
+    from worker.identity import ModelInfo, WorkerIdentity
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +66,8 @@ class WorkerActor(ABC, Generic[Config]):
                 expected = None if is_restart else await self._model_identity()
                 settings = await asyncio.to_thread(_on_this_host, settings, expected)
                 self._settings = settings
+            from worker.process import WorkerProcess
+
             self._process = WorkerProcess(
                 settings,
                 start.keys,
@@ -112,11 +119,11 @@ class WorkerActor(ABC, Generic[Config]):
     @abstractmethod
     def _build(
         self,
-        identity: WorkerIdentity,
-        model: ModelInfo,
-        executor: EngineExecutor,
-        credentials: ClusterCredentials,
-    ) -> WorkerHost:
+        identity: "WorkerIdentity",
+        model: "ModelInfo",
+        executor: "EngineExecutor",
+        credentials: "ClusterCredentials",
+    ) -> "WorkerHost":
         """Make the worker around the loaded engine."""
 
     async def _was_ready(self) -> bool:
@@ -163,7 +170,7 @@ class WorkerActor(ABC, Generic[Config]):
             log.exception("stop_failed", extra=fields(worker_id=worker_id))
         os._exit(1)
 
-    async def _announce(self, identity: WorkerIdentity, is_leaving: bool) -> None:
+    async def _announce(self, identity: "WorkerIdentity", is_leaving: bool) -> None:
         own = ray.get_runtime_context()
         call: Any = self._controller.announce_worker.remote(
             identity.worker_id,

@@ -8,71 +8,37 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from credentials.cluster import ClusterCredentials
-from credentials.config import TlsSettings
 from credentials.door import ClusterLinks
 from credentials.gate import ServerGate
 from credentials.secret import PartyKeys
-from kv_transfer.transport import PageTransport
 from llm_engine.load_progress import ReportLoaded
 from observability.cluster_metrics import WorkerCollector
 from observability.logs import fields
 from observability.metrics_server import MetricsServer, ask_loop
 from observability.process_metrics import process_registry
 from observability.serving_process import process_age_s, settle_process
-from observability.tracing import TracingConfig, configure_tracing, stop_tracing
-from options.kept_by_name import kept_by_name
-from options.ports import ANY_PORT, FreePorts
+from observability.tracing import configure_tracing, stop_tracing
+from options.ports import FreePorts
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from protos.addresses import join_address
 from protos.call_guard import CallGuard
 from worker.executor import EngineExecutor, ThreadExecutor
 from worker.host import WorkerHost
 from worker.identity import ModelInfo, WorkerIdentity
-from worker.own_host import HostOptions
+from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
 ANNOUNCE_PERIOD_S = 2.0  # a restarted controller knows this worker after that
 MAX_OPEN_CALLS = 16_384  # of a method; a prefill worker has one for each prompt that waits
 LAST_WORDS_S = 0.5  # for the last messages to leave a process that stops
-
-
-@kept_by_name
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerSettings:
-    """Settings of a worker process; the cluster's configuration fills them."""
-
-    worker_id: str  # "prefill-0"
-    model_dir: Path  # or GGUF file; see load_engine and by_host
-    served_model_name: str
-    device: str  # "cpu" or "cuda"; a CUDA worker sees exactly one GPU
-    dtype: str  # "auto", "float32", "float16" or "bfloat16"
-    deterministic: bool  # on a GPU; see load_engine
-    num_seats: int  # sequences that decode at once; 0 on prefill workers
-    page_size: int  # token slots
-    num_pages: int  # 0: as many as memory allows
-    gpu_memory_fraction: float  # for pages, of the memory free after the weights
-    workers_per_gpu: int  # how many share the GPU's memory
-    cpu_pages_bytes: int  # for pages, without a GPU
-    cpu_threads: int  # without a GPU
-    host: str  # address that the worker binds and is reached at; empty: as by_host says
-    log_level: str
-    log_format: str  # "text" or "json"
-    by_host: HostOptions = field(default_factory=HostOptions)  # counts where host is empty
-    ports: FreePorts = ANY_PORT  # from which its servers take theirs
-    metrics_ports: FreePorts | None = None  # for its metrics; None: nobody can read them here
-    page_transport: PageTransport = "auto"  # see kv_transfer.transport.open_transports
-    tls: TlsSettings = field(default_factory=TlsSettings)
-    tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
 BuildWorker = Callable[[WorkerIdentity, ModelInfo, EngineExecutor, ClusterCredentials], WorkerHost]

@@ -25,7 +25,8 @@ from router.membership import WorkerMember
 from router.process import connect_worker
 from router.router import Router
 from tests.support.cluster_keys import SECRET, credentials_of
-from worker.process import WorkerProcess, WorkerSettings
+from worker.process import WorkerProcess
+from worker.settings import WorkerSettings
 
 HOST = "127.0.0.1"
 LONG_DEADLINES = TransferDeadlines(

@@ -1,6 +1,8 @@
 """What the controller does with its workers; the actors are fakes that note their calls."""
 
 import asyncio
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -619,3 +621,14 @@ def test_a_cluster_that_stops_changes_no_more(world):
         assert world.told == []
 
     asyncio.run(main())
+
+
+def test_who_places_an_actor_imports_nothing_of_what_it_serves_with():
+    code = "import sys, cluster.controller; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    serving = {"router.process", "http_gateway.server", "worker.process", "worker.host"}
+
+    assert "worker.actor" in found.stdout.split()
+    assert (
+        set(found.stdout.split()) & (serving | {"numpy", "torch", "jinja2", "tokenizers"}) == set()
+    )

@@ -99,7 +99,7 @@ def test_new_settings_come_by_a_restart_and_a_new_contract_by_a_second_cluster(h
     # New settings, between those that Ray has stored.
     change(
         old.code,
-        "worker/process.py",
+        "worker/settings.py",
         "    cpu_threads: int",
         "    odd: int = 7\n    cpu_threads: int",
     )

@@ -38,8 +38,9 @@ from tests.support.reflection import services_of
 from tests.support.virtual_time import run_virtual
 from worker.executor import ThreadExecutor
 from worker.identity import ModelInfo
-from worker.process import WorkerProcess, WorkerSettings
+from worker.process import WorkerProcess
 from worker.server import WORKER_SERVICE
+from worker.settings import WorkerSettings
 
 SETTINGS = WorkerSettings(
     worker_id="",

@@ -15,7 +15,8 @@ from observability.metrics_server import MetricsServer
 from observability.token_gaps import BOUNDS_S, TokenGaps
 from router.config import RouterConfig
 from router.errors import ControllerGone, PortTaken
-from router.process import RouterProcess, RouterSettings
+from router.process import RouterProcess
+from router.settings import RouterSettings
 from router.tenants.file import digest_of
 from router.tenants.gate import is_operator
 from router.tenants.registry import Tenants

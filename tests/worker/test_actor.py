@@ -12,6 +12,7 @@ import pytest
 import ray
 
 import worker.actor as module
+import worker.process
 from cluster.demo_model import write_demo_model
 from llm_engine.model_identity import read_identity
 from tests.support.cluster_keys import SECRET
@@ -19,7 +20,7 @@ from tests.support.interfaces import have_interfaces
 from worker.actor import WorkerActor, WorkerStart
 from worker.errors import HostUnfit
 from worker.own_host import HostOptions
-from worker.process import WorkerSettings
+from worker.settings import WorkerSettings
 
 KEYS = SECRET.keys_of("decode", "decode-0")
 NODE = {
@@ -94,7 +95,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
         async def wait_failed(self) -> None:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(module, "WorkerProcess", FakeProcess)
+    monkeypatch.setattr(worker.process, "WorkerProcess", FakeProcess)
     return made
 
 
