@@ -1,5 +1,6 @@
 """Starts a cluster and a Ray that outlive this process, or finds the running ones."""
 
+import os
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts
 from cluster.deployment import check_same
 from cluster.devices import count_gpus
+from cluster.environment import forwarded_environment
 from cluster.errors import ConfigError, RayLost, StartError, Stopping
 from cluster.launch import (
     RunningCluster,
@@ -28,7 +30,7 @@ from cluster.launch import (
 )
 from cluster.local_head import LocalHead, find_head, head_log, remove_head_left_behind
 from cluster.local_ray import is_alive
-from cluster.placement import has_own_gpus
+from cluster.placement import has_own_gpus, variables_of_workers
 from cluster.preflight import check_start
 
 HEAD_TIMEOUT_S = 60.0  # for a Ray to start
@@ -121,10 +123,12 @@ def end_head() -> None:
 def _start_head(config: ClusterConfig, device: str, check: Callable[[], None]) -> LocalHead:
     """Start a Ray that outlives this process, and wait until it runs."""
     num_gpus = count_gpus() if has_own_gpus(device, config.workers_per_gpu) else 0
+    environment = variables_of_workers(config, device, forwarded_environment())
     log_path = head_log()
     with log_path.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(  # noqa: S603 - all arguments come from here
             [sys.executable, "-m", "cli.local_head", str(num_gpus)],
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

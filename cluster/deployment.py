@@ -34,6 +34,8 @@ class Deployment:
     home_resource: str  # of the host that clients and routers outside know by its address
     environment: Mapping[str, str]  # forwarded_environment() where it was started
     visible_gpus: str | None  # CUDA_VISIBLE_DEVICES there
+    # What all processes of this Ray inherit; for other values Ray starts an interpreter first.
+    inherited: Mapping[str, str] = field(default_factory=dict)
 
 
 def secret_of(config: ClusterConfig) -> ClusterSecret:

@@ -5,7 +5,8 @@ placement.py adds CUDA_VISIBLE_DEVICES where workers share a GPU, and the path o
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from pagewire.arguments import TOKEN_VARIABLE
 
@@ -42,6 +43,21 @@ def prepare_ray(*, is_local: bool) -> None:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # The router gets no GPU and never asks for one; 0 says that hiding them is not needed.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+@contextmanager
+def inherited_by_processes(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have processes that this one starts while entered inherit these variables."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def forwarded_environment() -> dict[str, str]:

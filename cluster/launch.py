@@ -23,7 +23,7 @@ from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts, ControllerActor, own_address
 from cluster.deployment import Deployment, secret_of
 from cluster.descendants import killing_those_asked
-from cluster.environment import forwarded_environment
+from cluster.environment import forwarded_environment, inherited_by_processes
 from cluster.errors import RayLost, StartError
 from cluster.local_ray import LocalRay
 from cluster.placement import (
@@ -38,6 +38,7 @@ from cluster.placement import (
     hosts_now,
     needs_of,
     place,
+    variables_of_workers,
 )
 from cluster.places import check_pool
 from cluster.pool_config import pool_of
@@ -171,7 +172,8 @@ def start_cluster(
         watch.check()
         num_gpus = config.num_workers("prefill") + config.num_workers("decode")
         num_gpus = num_gpus if has_own_gpus(device, config.workers_per_gpu) else 0
-        local_ray = start_local_ray(num_gpus, shows_worker_logs=shows_worker_logs)
+        environment = variables_of_workers(config, device, forwarded_environment())
+        local_ray = start_local_ray(num_gpus, environment, shows_worker_logs=shows_worker_logs)
     try:
         if device is None:
             device = device_of_ray(config)
@@ -197,7 +199,8 @@ def deploy(
         config, device: The cluster to start.
         deadline: By time.monotonic().
         watch: Gets progress.
-        is_own_ray: The caller ends this Ray, and with it all processes, when this raises.
+        is_own_ray: The caller has started this Ray with `variables_of_workers`, and ends it, and
+            with it all processes, when this raises.
 
     Raises:
         ClusterError: The problem and the remedy; nothing is left running on another owner's Ray.
@@ -222,6 +225,7 @@ def deploy(
         home_resource=home_resource(),
         environment=environment,
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        inherited=variables_of_workers(config, device, environment) if is_own_ray else {},
     )
     if config.pools and not config.pool_resources:  # no hosts join later
         _check_pools(deployment)
@@ -353,11 +357,14 @@ def kill_cluster(controller: Any = None) -> None:
         log.warning("processes_left", extra=fields(names=", ".join(actors)))
 
 
-def start_local_ray(num_gpus: int, *, shows_worker_logs: bool) -> LocalRay:
+def start_local_ray(
+    num_gpus: int, environment: Mapping[str, str] = {}, *, shows_worker_logs: bool
+) -> LocalRay:
     """Start a Ray for one cluster: on the loopback address, with its own token.
 
     Args:
         num_gpus: GPUs that it may give to workers, one each.
+        environment: Variables that all its processes inherit.
         shows_worker_logs: Pass the log lines of all processes on to standard error.
 
     Raises:
@@ -371,18 +378,19 @@ def start_local_ray(num_gpus: int, *, shows_worker_logs: bool) -> LocalRay:
     # processes inherit the mask, as they do that of Ray for SIGINT; see shut_down_ray.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        ray.init(
-            address="local",
-            namespace=NAMESPACE,
-            include_dashboard=False,
-            # Actors ask for no CPUs: Ray's count limits nothing here, and hosts may have two.
-            num_cpus=os.cpu_count(),
-            num_gpus=num_gpus,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=shows_worker_logs,
-            logging_level=logging.WARNING,
-            _temp_dir=str(temp_dir),
-        )
+        with inherited_by_processes(environment):
+            ray.init(
+                address="local",
+                namespace=NAMESPACE,
+                include_dashboard=False,
+                # Actors ask for no CPUs: Ray's count limits nothing here, and hosts may have two.
+                num_cpus=os.cpu_count(),
+                num_gpus=num_gpus,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=shows_worker_logs,
+                logging_level=logging.WARNING,
+                _temp_dir=str(temp_dir),
+            )
     except Exception as error:  # a node that starts too slowly raises just that
         token.remove()
         raise StartError(f"cannot start Ray on this host: {error}") from error

@@ -202,7 +202,7 @@ def at_home(deployment: Deployment) -> dict[str, Any]:
     """Return options of an actor that is reached at an address of the cluster's home."""
     return {
         "resources": {deployment.home_resource: LEAST_SHARE},
-        "runtime_env": {"env_vars": dict(deployment.environment)},
+        **_environment(deployment, deployment.environment),
     }
 
 
@@ -210,12 +210,7 @@ def _resources(deployment: Deployment, worker_id: str) -> dict[str, Any]:
     """Return a worker's resources: a GPU, unless several share one; and its pool's unit."""
     config, device = deployment.config, deployment.device
     pool, _, index = worker_id.rpartition("-")
-    variables = worker_environment(
-        device,
-        config.cpu_threads,
-        deployment.environment,
-        config.nccl_interface or config.network_interface,
-    )
+    variables = variables_of_workers(config, device, deployment.environment)
     has_own_gpu = has_own_gpus(device, config.workers_per_gpu)
     if device == "cuda" and not has_own_gpu:
         # Ray places fractions of a GPU wherever there is room, so workers of both pools would
@@ -228,8 +223,23 @@ def _resources(deployment: Deployment, worker_id: str) -> dict[str, Any]:
             **config.pool(pool).amounts,
             **({f"pagewire-{pool}": 1} if config.pool_resources else {}),
         },
-        "runtime_env": {"env_vars": variables},
+        **_environment(deployment, variables),
     }
+
+
+def variables_of_workers(
+    config: ClusterConfig, device: str, forwarded: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment variables that all workers of a cluster have in common."""
+    interface = config.nccl_interface or config.network_interface
+    return worker_environment(device, config.cpu_threads, forwarded, interface)
+
+
+def _environment(deployment: Deployment, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return Ray's option for an actor with these variables; none if it inherits them."""
+    inherited = deployment.inherited
+    differing = {name: each for name, each in variables.items() if inherited.get(name) != each}
+    return {"runtime_env": {"env_vars": differing}} if differing else {}
 
 
 def host_options(config: ClusterConfig, device: str) -> HostOptions:

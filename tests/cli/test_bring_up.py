@@ -157,6 +157,25 @@ def test_a_signal_to_an_up_on_a_ray_that_was_left_tells_of_that_ray(running, mon
         bring_up(CONFIG, signals, lambda line: None)
 
 
+def test_the_ray_of_an_up_inherits_what_its_workers_need(monkeypatch, tmp_path):
+    given = {}
+
+    def start(command, *, env, **_):
+        given.update(env)
+        raise OSError("it is enough to have been asked")
+
+    monkeypatch.setattr(module.subprocess, "Popen", start)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setenv("SOME_PATH", "/kept")
+    config = load_config(None, {"model": str(demo_model_dir()), "cpu_threads": 3})
+
+    with pytest.raises(OSError, match="enough"):
+        module._start_head(config, "cpu", lambda: None)
+
+    assert (given["OMP_NUM_THREADS"], given["CUDA_VISIBLE_DEVICES"]) == ("3", "")
+    assert given["SOME_PATH"] == "/kept"
+
+
 def test_a_signal_to_the_first_up_leaves_nothing(running, monkeypatch):
     def start_head(config, device, check):
         os.kill(os.getpid(), signal.SIGINT)

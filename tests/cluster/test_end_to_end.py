@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import jsonschema
+import psutil
 import pytest
 
 import pagewire
@@ -151,6 +152,14 @@ def incarnations(status):
 def prompt_of(seed, length):
     source = random.Random(str(seed))
     return [0, *(source.randrange(4, VOCAB_SIZE) for _ in range(length - 1))]
+
+
+def test_workers_run_with_the_variables_of_their_device(cluster, placement):
+    own = {"cpu": ("CUDA_VISIBLE_DEVICES", ""), "cuda": ("CUDA_MODULE_LOADING", "EAGER")}
+    name, value = own[placement[0]]
+
+    for each in cluster.workers:
+        assert psutil.Process(cluster.pid(each)).environ()[name] == value
 
 
 def test_greedy_tokens_equal_the_oracles(cluster, oracle):

@@ -1,5 +1,6 @@
 import asyncio
 import inspect
+import os
 import signal
 import time
 from dataclasses import replace
@@ -25,6 +26,7 @@ from cluster.placement import (
     _resources,
     _settings,
     needs_of,
+    variables_of_workers,
 )
 from cluster.private_folder import private_folder
 from cluster.readiness import _refuse_misfits
@@ -37,6 +39,8 @@ from tests.cluster.test_controller import RouterThatHears
 from tests.pagewire.scripted_service import serving_in_thread
 from tests.support.interfaces import have_interfaces
 
+ERRORS_ONLY = {"GRPC_VERBOSITY": "ERROR"}
+
 
 def deployment(options, device="cpu"):
     return Deployment(
@@ -44,7 +48,7 @@ def deployment(options, device="cpu"):
         device=device,
         secret=ClusterSecret.generate(),
         home_resource="node:h",
-        environment={"GRPC_VERBOSITY": "ERROR"},
+        environment=ERRORS_ONLY,
         visible_gpus=None,
     )
 
@@ -284,6 +288,27 @@ def test_what_a_user_sets_about_grpc_reaches_all_that_use_it(placed):
         assert options["runtime_env"]["env_vars"]["GRPC_VERBOSITY"] == "ERROR"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_all_processes_of_a_ray_inherit_is_set_for_none_of_them_again(placed, device):
+    started = deployment({"nccl_interface": "ib0"}, device)
+
+    deploy(replace(started, inherited=variables_of_workers(started.config, device, ERRORS_ONLY)))
+
+    assert len(placed) == 4
+    assert not [name for name, (options, _) in placed.items() if "runtime_env" in options]
+
+
+def test_what_a_worker_has_of_its_own_is_set_for_it_alone(placed):
+    started = deployment({"workers_per_gpu": 2}, "cuda")
+
+    deploy(replace(started, inherited=variables_of_workers(started.config, "cuda", ERRORS_ONLY)))
+
+    own = {name: options.get("runtime_env") for name, (options, _) in placed.items()}
+    on_first = {"env_vars": {"CUDA_VISIBLE_DEVICES": "0"}}
+    alone = {ROUTER_NAME: None, GATEWAY_NAME: None}
+    assert own == {"prefill-0": on_first, "decode-0": on_first, **alone}
+
+
 def test_a_gateway_is_placed_beside_the_router_unless_there_is_none(placed):
     options = {"host": "0.0.0.0", "http_gateway.max_prompts": 3}
 
@@ -404,6 +429,27 @@ def test_a_ray_that_does_not_start_is_explained_and_leaves_no_token(monkeypatch,
 
     assert said == ["starting 1 prefill and 1 decode worker on cpu"]
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_ray_inherits_what_workers_need_and_this_process_does_not_keep_it(monkeypatch, tmp_path):
+    seen = {}
+
+    def init(**_):
+        seen.update(os.environ)
+        raise Exception("it is enough to have been asked")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = load_config(None, {"model": str(demo_model_dir()), "cpu_threads": 3})
+
+    with pytest.raises(StartError, match="cannot start Ray"):
+        start_cluster(config, "cpu", shows_worker_logs=False)
+
+    assert (seen["OMP_NUM_THREADS"], seen["CUDA_VISIBLE_DEVICES"]) == ("3", "")
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def test_a_start_removes_what_earlier_rays_have_left_but_the_last_logs(monkeypatch, tmp_path):
