@@ -27,6 +27,7 @@ from cluster.launch import (
     device_of_ray,
     find_cluster,
     starting,
+    weights_read_ahead,
 )
 from cluster.local_head import LocalHead, find_head, head_log, remove_head_left_behind
 from cluster.local_ray import is_alive
@@ -93,17 +94,18 @@ def bring_up(
             return deploy(config, device, deadline, watch, is_own_ray=False)
         assert device is not None
         watch.say(starting(config, device))
-        if head is not None:  # the command that started it ended before there was a cluster
-            return deploy(config, device, deadline, watch, is_own_ray=False)
-        head = _start_head(config, device, watch.check)
-        try:
-            watch = _watching(watch, head)
-            attach_head(head)
-            return deploy(config, device, deadline, watch, is_own_ray=True)
-        except BaseException:
-            ray.shutdown()
-            end_head()
-            raise
+        with weights_read_ahead(config):
+            if head is not None:  # the command that started it ended before there was a cluster
+                return deploy(config, device, deadline, watch, is_own_ray=False)
+            head = _start_head(config, device, watch.check)
+            try:
+                watch = _watching(watch, head)
+                attach_head(head)
+                return deploy(config, device, deadline, watch, is_own_ray=True)
+            except BaseException:
+                ray.shutdown()
+                end_head()
+                raise
 
     with ray_thread() as thread:
         return run_start(thread, signals, say, start)

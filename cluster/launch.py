@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -25,7 +25,9 @@ from cluster.deployment import Deployment, secret_of
 from cluster.descendants import killing_those_asked
 from cluster.environment import forwarded_environment, inherited_by_processes
 from cluster.errors import RayLost, StartError
+from cluster.host_memory import read_host_memory
 from cluster.local_ray import LocalRay
+from cluster.model_folder import check_model_files
 from cluster.placement import (
     CONTROL_GROUP,
     CONTROLLER_NAME,
@@ -56,6 +58,7 @@ from cluster.readiness import (
 )
 from cluster.scaling import is_worker, told_counts, worker_ids
 from llm_engine.load_progress import ReportLoaded
+from llm_engine.read_ahead import reading_ahead
 from observability.logs import fields
 from protos.addresses import is_loopback
 
@@ -163,6 +166,13 @@ def start_cluster(
     Raises:
         ClusterError: The problem and the remedy; nothing is left running.
     """
+    with nullcontext() if device is None else weights_read_ahead(config):
+        return _start_cluster(config, device, shows_worker_logs, watch)
+
+
+def _start_cluster(
+    config: ClusterConfig, device: str | None, shows_worker_logs: bool, watch: StartWatch
+) -> RunningCluster:
     deadline = time.monotonic() + config.start_timeout_s
     if device is None:
         attach_ray(config.ray_address, shows_worker_logs=shows_worker_logs)
@@ -355,6 +365,19 @@ def kill_cluster(controller: Any = None) -> None:
         time.sleep(END_PERIOD_S)
     if actors:
         log.warning("processes_left", extra=fields(names=", ".join(actors)))
+
+
+def weights_read_ahead(config: ClusterConfig) -> AbstractContextManager[None]:
+    """Have this host read the weights while entered, as its workers will when they have started.
+
+    Raises:
+        ConfigError: The model cannot be served.
+    """
+    assert config.model is not None
+    tensors = check_model_files(config.model).tensors.values()
+    paths = dict.fromkeys(each.path for each in tensors)
+    # Processes need memory, too.
+    return reading_ahead(list(paths), read_host_memory().free_bytes // 2)
 
 
 def start_local_ray(

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from cluster.local_head import LocalHead
 from cluster.scaling import ClusterWorkers
 
 CONFIG = load_config(None, {"model": "/models/tiny", "prefill": 1, "decode": 1})
+SERVABLE = replace(CONFIG, model=demo_model_dir())
 WORKERS = ClusterWorkers(
     staying=frozenset({"prefill-0", "decode-0"}), leaving=frozenset(), answering=frozenset()
 )
@@ -154,7 +156,7 @@ def test_a_signal_to_an_up_on_a_ray_that_was_left_tells_of_that_ray(running, mon
     monkeypatch.setattr(module, "deploy", deploy)
 
     with StopSignals() as signals, pytest.raises(Interrupted, match="what ran before still runs"):
-        bring_up(CONFIG, signals, lambda line: None)
+        bring_up(SERVABLE, signals, lambda line: None)
 
 
 def test_the_ray_of_an_up_inherits_what_its_workers_need(monkeypatch, tmp_path):
@@ -192,6 +194,32 @@ def test_a_signal_to_the_first_up_leaves_nothing(running, monkeypatch):
         StopSignals() as signals,
         pytest.raises(Interrupted, match="nothing that it started is left"),
     ):
-        bring_up(CONFIG, signals, said.append)
+        bring_up(SERVABLE, signals, said.append)
 
     assert said[0] == "starting 1 prefill and 1 decode worker on cpu"
+
+
+def test_this_host_reads_the_weights_while_the_ray_of_an_up_starts(running, monkeypatch):
+    class Reading(BaseException):
+        """The start is to go no further."""
+
+    @contextmanager
+    def weights_read_ahead(config):
+        asked.append(config.model)
+        yield
+        asked.clear()
+
+    def start_head(*_):
+        raise Reading(*asked)
+
+    asked = []
+    monkeypatch.setattr(module, "find_head", lambda: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(module, "check_start", lambda config, say: "cpu")
+    monkeypatch.setattr(module, "weights_read_ahead", weights_read_ahead)
+    monkeypatch.setattr(module, "_start_head", start_head)
+
+    with StopSignals() as signals, pytest.raises(Reading) as reached:
+        bring_up(SERVABLE, signals, lambda line: None)
+
+    assert reached.value.args == (SERVABLE.model,)

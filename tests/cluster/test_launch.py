@@ -3,6 +3,7 @@ import inspect
 import os
 import signal
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -407,7 +408,7 @@ def test_a_start_ends_with_its_ray(monkeypatch):
     monkeypatch.setattr(launch, "start_local_ray", lambda *_, shows_worker_logs: local_ray)
     monkeypatch.setattr(launch, "deploy", deploy)
     monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
-    config = load_config(None, {"model": "/models/tiny"})
+    config = load_config(None, {"model": str(demo_model_dir())})
 
     with pytest.raises(RayLost, match="raylet on this host has ended"):
         start_cluster(config, "cpu", shows_worker_logs=False)
@@ -450,6 +451,34 @@ def test_a_ray_inherits_what_workers_need_and_this_process_does_not_keep_it(monk
     assert (seen["OMP_NUM_THREADS"], seen["CUDA_VISIBLE_DEVICES"]) == ("3", "")
     assert os.environ["OMP_NUM_THREADS"] == "7"
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+@pytest.mark.parametrize("device", ["cpu", None], ids=["own", "attached"])
+def test_this_host_reads_the_weights_while_its_own_ray_starts(monkeypatch, device):
+    class Reading(BaseException):
+        """The start is to go no further."""
+
+    @contextmanager
+    def reading_ahead(paths, most_bytes):
+        assert most_bytes > 0
+        asked.extend(paths)
+        yield
+        asked.clear()
+
+    def start(*_, **__):
+        raise Reading(*asked)
+
+    asked = []
+    monkeypatch.setattr(launch, "reading_ahead", reading_ahead)
+    monkeypatch.setattr(launch, "start_local_ray", start)
+    monkeypatch.setattr(launch, "attach_ray", start)
+    config = load_config(None, {"model": str(demo_model_dir())})
+
+    with pytest.raises(Reading) as reached:
+        start_cluster(config, device, shows_worker_logs=False)
+
+    own = (demo_model_dir() / "model.safetensors",)
+    assert reached.value.args == (own if device else ())
 
 
 def test_a_start_removes_what_earlier_rays_have_left_but_the_last_logs(monkeypatch, tmp_path):
