@@ -1,8 +1,11 @@
 """From a checkpoint to a ready engine: check, load weights, plan memory, warm up."""
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +38,13 @@ from observability.logs import fields
 logger = logging.getLogger(__name__)
 
 AttentionName = Literal["auto", "torch", "triton"]
+# Those that import Triton, as the functions at the end of this file need them.
+TRITON_MODULES = (
+    "llm_engine.attention_triton",
+    "llm_engine.operations_triton",
+    "llm_engine.device_runner",
+    "attn_kernels.pages.launch_digest",
+)
 AttentionFactory = Callable[..., AttentionBackend]
 
 
@@ -101,13 +111,14 @@ def load_engine(
     _check_memory("the weights", num_parameters * DTYPE_BYTES[dtype_name], device)
     num_bytes = sum(entry.end - entry.begin for entry in tensors.values())
     began_at = time.monotonic()
-    weights = load_weights(
-        config,
-        tensors,
-        device=device,
-        dtype=getattr(torch, dtype_name),
-        on_loaded=LoadProgress(num_bytes, report_loaded).advance,
-    )
+    with _imported_meanwhile(TRITON_MODULES if uses_triton else ()):
+        weights = load_weights(
+            config,
+            tensors,
+            device=device,
+            dtype=getattr(torch, dtype_name),
+            on_loaded=LoadProgress(num_bytes, report_loaded).advance,
+        )
     loaded_at = time.monotonic()
     num_pages = _plan_num_pages(num_pages, memory or MemoryPlan(), layout, device)
     storage = TorchPageStorage(
@@ -214,6 +225,23 @@ def _make_attention(
 
 
 # Triton is absent on some hosts, and slow to import on others: imported only where it is used.
+
+
+@contextmanager
+def _imported_meanwhile(names: Sequence[str]) -> Iterator[None]:
+    """Import modules in a thread while entered; an error is left to who imports them then."""
+
+    def import_all() -> None:
+        with suppress(ImportError):
+            for name in names:
+                import_module(name)
+
+    importing = threading.Thread(target=import_all, name="import-kernels", daemon=True)
+    importing.start()
+    try:
+        yield
+    finally:
+        importing.join()
 
 
 def _triton_attention(pages: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> AttentionBackend:

@@ -4,6 +4,8 @@ import contextlib
 import json
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -352,6 +354,39 @@ def test_heads_without_a_kernel_are_refused_before_weights_are_read(
     read.assert_not_called()
     with pytest.raises(CheckpointMissing):  # torch's attention takes any heads
         load_engine(tmp_path, page_size=16, num_pages=4, device="cpu", attention="torch")
+
+
+LOADING = """
+import sys, time
+from pathlib import Path
+from llm_engine import load_engine as module
+
+class Loaded(Exception):
+    pass
+
+def load_weights(*_, **__):
+    deadline = time.monotonic() + 60
+    while not set(module.TRITON_MODULES) <= sys.modules.keys() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    raise Loaded(set(module.TRITON_MODULES) <= sys.modules.keys())
+
+before = set(module.TRITON_MODULES) & sys.modules.keys()
+module.load_weights = load_weights
+try:
+    module.load_engine(
+        Path(sys.argv[1]), page_size=16, num_pages=4, device="cpu", attention="triton"
+    )
+except Loaded as loaded:
+    print(before, loaded)
+"""
+
+
+def test_triton_is_imported_while_the_weights_are_read(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", num_hidden_layers=1, head_dim=16)
+    command = [sys.executable, "-c", LOADING, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert found.stdout == "set() True\n"
 
 
 def test_the_old_spelling_of_config_json_means_the_same(folder: Path) -> None:
