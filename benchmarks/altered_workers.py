@@ -39,29 +39,17 @@ class Alteration:
         if self == Alteration():
             yield
             return
-        import cluster.launch
+        from cluster import placement
+        from decode_worker.actor import DecodeActor
+        from prefill_worker.actor import PrefillActor
 
-        controller = altered_controller(self)
-        with mock.patch.object(cluster.launch, "ControllerActor", controller):
+        of_prefill = replace(self, reads_again=False, moves_again=False)
+        with mock.patch.multiple(
+            placement,
+            DecodeActor=altered(DecodeActor, self),
+            PrefillActor=altered(PrefillActor, of_prefill),
+        ):
             yield
-
-
-def altered_controller(alteration: Alteration) -> type:
-    """Return a controller class that places altered workers."""
-    from cluster import placement
-    from cluster.controller import ControllerActor
-    from decode_worker.actor import DecodeActor
-    from prefill_worker.actor import PrefillActor
-
-    of_prefill = replace(alteration, reads_again=False, moves_again=False)
-
-    class AlteredController(ControllerActor):
-        async def __init__(self, deployment: Any) -> None:  # type: ignore[misc] # Ray awaits it
-            for actor, its in ((DecodeActor, alteration), (PrefillActor, of_prefill)):
-                setattr(placement, actor.__name__, altered(actor, its))
-            await super().__init__(deployment)
-
-    return AlteredController
 
 
 def altered(actor: type, alteration: Alteration) -> type:

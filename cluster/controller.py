@@ -116,13 +116,17 @@ class ControllerActor:
     # Calls of the launcher and the command line. There is no await between a decision and its
     # effects, so that two callers cannot both remove the last worker.
 
-    async def deploy(self) -> dict[str, Any]:
-        """Place the missing processes of the configured cluster; return all handles by name."""
+    async def deploy(self, places: Mapping[str, Place] = {}) -> dict[str, Any]:
+        """Place the missing processes of the configured cluster; return all handles by name.
+
+        Args:
+            places: Those of all workers, if the launcher has placed them.
+        """
         config = self._deployment.config
         self._check_open()
         actors = {ROUTER_NAME: place_router(self._deployment)}
         names = worker_ids(config.prefill, config.decode, config.further_pools)
-        for name, where in self._places_for(names).items():
+        for name, where in (places or self._places_for(names)).items():
             actors[name] = self._place(name, where)
         if config.http_port:
             actors[GATEWAY_NAME] = place_gateway(self._deployment)

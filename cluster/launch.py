@@ -40,9 +40,10 @@ from cluster.placement import (
     hosts_now,
     needs_of,
     place,
+    place_worker,
     variables_of_workers,
 )
-from cluster.places import check_pool
+from cluster.places import Place, check_pool, choose_places
 from cluster.pool_config import pool_of
 from cluster.port_need import check_port_ranges
 from cluster.preflight import choose_device
@@ -245,7 +246,9 @@ def deploy(
     }
     controller = place(ControllerActor, CONTROLLER_NAME, options, deployment)
     try:
-        actors = _deployed(controller, watch)
+        # Workers take longest to start, and need the controller only to ask what they were before.
+        places = _place_workers(deployment)
+        actors = _deployed(controller, watch, places)
         return wait_for_cluster(
             {**actors, CONTROLLER_NAME: controller}, config, device, deadline, watch
         )
@@ -276,9 +279,23 @@ def find_cluster(facts: ClusterFacts, deadline: float, watch: StartWatch) -> Run
     return wait_for_cluster(staying, facts.config, facts.device, deadline, watch)
 
 
-def _deployed(controller: Any, watch: StartWatch) -> dict[str, Any]:
+def _place_workers(deployment: Deployment) -> dict[str, Place]:
+    """Place the workers of a cluster that has none; return their places by name."""
+    config = deployment.config
+    names = worker_ids(config.prefill, config.decode, config.further_pools)
+    needs = {name: needs_of(deployment, name) for name in names}
+    places = choose_places(needs, {}, *hosts_now())
+    for name, where in places.items():
+        place_worker(deployment, name, where)
+    return places
+
+
+def _deployed(
+    controller: Any, watch: StartWatch, places: Mapping[str, Place] = {}
+) -> dict[str, Any]:
     """Have the controller start the other processes; returns all handles by name."""
-    actors: dict[str, Any] = ask_starting(controller.deploy.remote(), watch.say, watch.check)
+    call = controller.deploy.remote(places)
+    actors: dict[str, Any] = ask_starting(call, watch.say, watch.check)
     return actors
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from cluster.assignment import Room, Wish, assign
 from cluster.errors import PlacementError
 from cluster.scaling import role_of
+from options.kept_by_name import kept_by_name
 
 Node = Mapping[str, Any]  # as ray.nodes() describes it
 Amounts = Mapping[str, float]  # resource |-> amount
@@ -16,6 +17,7 @@ Amounts = Mapping[str, float]  # resource |-> amount
 LEAST_ROOM = 0.01
 
 
+@kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
     """The resources that a worker takes of a host."""

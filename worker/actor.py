@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ANNOUNCE_TIMEOUT_S = 5.0
+CONTROLLER_START_S = 60.0  # a cluster's first workers start beside it
 IDENTITY_TIMEOUT_S = 60.0  # for the controller to read some bytes of each tensor
 CLOSE_TIMEOUT_S = 15.0  # for calls still open when a worker has drained
 
@@ -59,6 +60,7 @@ class WorkerActor(ABC, Generic[Config]):
         configure_logging(settings.log_level, settings.log_format)
         self._settings = settings
         self._config = start.config
+        engine = asyncio.get_running_loop().run_in_executor(None, _import_engine)
         self._controller = ray.get_actor(start.controller_name)
         is_restart = await self._was_ready()
         try:
@@ -68,6 +70,7 @@ class WorkerActor(ABC, Generic[Config]):
                 self._settings = settings
             from worker.process import WorkerProcess
 
+            await engine
             self._process = WorkerProcess(
                 settings,
                 start.keys,
@@ -128,10 +131,12 @@ class WorkerActor(ABC, Generic[Config]):
 
     async def _was_ready(self) -> bool:
         call: Any = self._controller.was_ready.remote(self._settings.worker_id)
+        is_another = ray.get_runtime_context().was_current_actor_reconstructed
+        timeout_s = ANNOUNCE_TIMEOUT_S if is_another else CONTROLLER_START_S
         try:
-            return bool(await asyncio.wait_for(call, ANNOUNCE_TIMEOUT_S))
+            return bool(await asyncio.wait_for(call, timeout_s))
         except (ray.exceptions.RayError, TimeoutError):
-            return True  # at the first start of a cluster the controller is there
+            return True  # at the first start of a cluster the controller answers
 
     async def _model_identity(self) -> ModelIdentity:
         """Return which model the router's host has now: it may have changed on all hosts."""
@@ -198,6 +203,11 @@ class WorkerActor(ABC, Generic[Config]):
         await self._process.wait_failed()
         log.critical("worker_ends", extra=fields(worker_id=self._settings.worker_id))
         os._exit(1)
+
+
+def _import_engine() -> None:
+    """Import what computes: torch takes seconds, in which other processes are asked."""
+    import llm_engine.load_engine  # noqa: F401
 
 
 def _on_this_host(settings: WorkerSettings, expected: ModelIdentity | None) -> WorkerSettings:

@@ -365,7 +365,7 @@ def failing_start(monkeypatch, error, **options):
         for name in [name for name, each in actors.items() if each == actor]:
             del actors[name]
 
-    def fail(controller, watch):
+    def fail(controller, watch, places):
         if isinstance(error, BaseException):
             raise error
         actors.update(error)  # others have ended this cluster, and started another one
@@ -374,6 +374,7 @@ def failing_start(monkeypatch, error, **options):
     monkeypatch.setattr(launch, "check_hosts", lambda *_: [])
     monkeypatch.setattr(launch, "home_resource", lambda: "node:h")
     monkeypatch.setattr(launch, "place", lambda *_: "own controller")
+    monkeypatch.setattr(launch, "_place_workers", lambda deployment: {})
     monkeypatch.setattr(launch, "_deployed", fail)
     monkeypatch.setattr(launch, "named_actors", lambda: dict(actors))
     monkeypatch.setattr(ray, "kill", kill)
@@ -388,6 +389,34 @@ def test_a_start_that_fails_ends_its_own_cluster_and_no_other(monkeypatch):
     other = {CONTROLLER_NAME: "other controller", ROUTER_NAME: "other router"}
     assert failing_start(monkeypatch, other) == []
     assert failing_start(monkeypatch, RayLost("it would not answer")) == []
+
+
+def test_workers_start_beside_the_controller_which_learns_where_they_are(monkeypatch, placed):
+    def deployed(controller, watch, places):
+        asked.append(places)
+        raise StartError("it is enough to have been asked")
+
+    asked, node = [], 56 * "1"
+    nodes = [{"NodeID": node, "NodeManagerAddress": "10.0.0.1", "Alive": True}]
+    nodes[0]["Resources"] = {"GPU": 2.0}
+    monkeypatch.setattr(launch, "home_resource", lambda: "node:h")
+    monkeypatch.setattr(launch, "place", placement.place)
+    monkeypatch.setattr(launch, "hosts_now", lambda: (nodes, {node: {"GPU": 2.0}}))
+    monkeypatch.setattr(launch, "_deployed", deployed)
+    config = load_config(None, {"model": str(demo_model_dir()), "prefill": 1, "decode": 1})
+
+    with pytest.raises(StartError, match="enough"):
+        launch.deploy(config, "cuda", time.monotonic() + 5.0, StartWatch(), is_own_ray=True)
+
+    assert list(placed) == [CONTROLLER_NAME, "prefill-0", "decode-0"]
+    [places] = asked
+    assert {name: each.node_id for name, each in places.items()} == {
+        "prefill-0": node,
+        "decode-0": node,
+    }
+    controller = controller_of(deployment({}, "cuda"))
+    asyncio.run(controller.deploy(places))
+    assert controller._membership.places == places
 
 
 def test_a_start_ends_with_its_ray(monkeypatch):

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,8 +75,9 @@ def controller(model: Path, monkeypatch: pytest.MonkeyPatch) -> FakeController:
     controller = FakeController(model)
     monkeypatch.setattr(ray, "get_actor", lambda name: controller)
     monkeypatch.setattr(ray, "nodes", lambda: [{**NODE, "NodeID": "other"}, NODE])
-    own = SimpleNamespace(get_node_id=lambda: "id")
+    own = SimpleNamespace(get_node_id=lambda: "id", was_current_actor_reconstructed=False)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: own)
+    monkeypatch.setattr(module, "_import_engine", lambda: None)  # it takes seconds
     have_interfaces(monkeypatch, {"eth0": ["10.0.0.2"], "eth1": ["10.1.0.2"]})
     return controller
 
@@ -220,3 +222,45 @@ def test_on_a_ray_of_our_own_nothing_differs_by_host(
 
     assert started == [("127.0.0.1", model)]
     assert controller.asked == ["was_ready"]
+
+
+@pytest.mark.parametrize("is_another", [False, True], ids=["first", "another"])
+def test_only_a_first_start_waits_for_a_controller_that_starts_beside_it(
+    model: Path,
+    controller: FakeController,
+    started: list[tuple[str, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    is_another: bool,
+) -> None:
+    async def answer() -> bool:
+        await asyncio.sleep(0.1)
+        return False
+
+    controller.was_ready = SimpleNamespace(remote=lambda *_: answer())
+    monkeypatch.setattr(ray.get_runtime_context(), "was_current_actor_reconstructed", is_another)
+    monkeypatch.setattr(module, "ANNOUNCE_TIMEOUT_S", 0.0)
+
+    start(model)
+
+    assert started == [("10.0.0.2", model)]
+    assert controller.asked == ([] if is_another else ["model_identity"])
+
+
+def test_the_engine_is_imported_while_the_controller_starts(
+    model: Path,
+    controller: FakeController,
+    started: list[tuple[str, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = threading.Event()
+
+    async def answer() -> bool:
+        assert await asyncio.to_thread(begun.wait, 30.0)
+        return False
+
+    monkeypatch.setattr(module, "_import_engine", begun.set)
+    controller.was_ready = SimpleNamespace(remote=lambda *_: answer())
+
+    start(model)
+
+    assert started == [("10.0.0.2", model)]
