@@ -1,11 +1,12 @@
 """The controller: a named Ray actor that places a cluster's processes and knows its workers.
 
 Workers announce each start to it, and it tells the routers, over gRPC, since not all of them run in
-Ray; it adds and removes workers. Ray restarts it with its original deployment. The next
-announcements and Ray's list of actors restore everything else, so its death stops no request and
-its restart needs no storage: workers announce themselves every two seconds, routers reconnect, and
-a worker that was told to leave does so on its own. While they load, workers report their progress
-to it for the launcher, because they answer no calls yet.
+Ray; it adds and removes workers. The launcher places the first ones, which start beside it. Ray
+restarts it with its original deployment. The next announcements and Ray's list of actors restore
+everything else, so its death stops no request and its restart needs no storage: workers announce
+themselves every two seconds, routers reconnect, and a worker that was told to leave does so on its
+own. While they load, workers report their progress to it for the launcher, because they answer no
+calls yet.
 """
 
 import asyncio

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ANNOUNCE_TIMEOUT_S = 5.0
-CONTROLLER_START_S = 60.0  # a cluster's first workers start beside it
+CONTROLLER_START_S = 120.0  # as the launcher waits; first workers start beside it
 IDENTITY_TIMEOUT_S = 60.0  # for the controller to read some bytes of each tensor
 CLOSE_TIMEOUT_S = 15.0  # for calls still open when a worker has drained
 
