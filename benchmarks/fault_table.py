@@ -17,6 +17,7 @@ FAULTS_RESULT = "faults-cpu.json"
 # What carried the pages |-> results; a row of an earlier one replaces those of later ones.
 KILLS_RESULTS = {
     "NCCL": ("kills-nccl-h100-x2.json",),
+    "CUDA IPC": ("kills-ipc-h100-x2.json",),
 }
 INTRODUCTION = """\
 # What faults cost

@@ -15,7 +15,7 @@ class WaitKind(enum.Enum):
     SLOT = "slot"  # one of the connection's receive slots is free
     POST = "post"  # the sender answers ChunkGo with ChunkPosted
     TRANSFER = "transfer"  # a posted send or receive completes
-    LOST = "lost"  # likewise a receive whose sender may be dead
+    LOST = "lost"  # likewise, but the other side may be dead
     DIGEST = "digest"  # local digests are computed
     ACK = "ack"  # the receiver answers: ChunkGo after ChunkReady, ChunkAck after the send
     ABORT = "abort"  # the transport confirms that nothing is posted any more
@@ -57,8 +57,8 @@ class TransferDeadlines:
     )
     lost_s: float = option(
         1.0,
-        "Time limit for a chunk that is arriving when the call to the prefill worker ends: NCCL "
-        "does not tell that a worker has died. Then the connection is aborted.",
+        "Time limit for a chunk that is on its way when the call between its two workers breaks: "
+        "NCCL does not tell that one of them has died. Then the connection is aborted.",
         above=0,
     )
     assumed_bytes_per_s: float = option(

@@ -151,7 +151,8 @@ def waiting_for(state: SenderState) -> Wait | None:
         return Wait(kind=WaitKind.ABORT)
     sending = [c for c in state.chunks if c.stage is Stage.SENDING]
     if sending and not state.is_stuck:
-        return Wait(kind=WaitKind.TRANSFER, chunk=sending[0].chunk)
+        is_lost = state.failure is not None and state.failure.kind is FailureKind.BROKEN
+        return Wait(kind=WaitKind.LOST if is_lost else WaitKind.TRANSFER, chunk=sending[0].chunk)
     if state.is_ended:
         return None
     if not state.is_granted:

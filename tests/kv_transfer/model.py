@@ -76,9 +76,10 @@ class Rules:
     def intern(self, state: Any) -> Interned:
         # Texts and kinds of failures would only multiply equal states, unless a wait depends on it.
         if getattr(state, "failure", None) is not None:
-            is_lost = getattr(state, "slot", None) is receiving.Slot.RECEIVING and (
-                state.failure.kind is FailureKind.BROKEN
+            is_posted = getattr(state, "slot", None) is receiving.Slot.RECEIVING or any(
+                each.stage is sending.Stage.SENDING for each in getattr(state, "chunks", ())
             )
+            is_lost = is_posted and state.failure.kind is FailureKind.BROKEN
             state = replace(state, failure=_LOST if is_lost else _SOME_FAILURE)
         if isinstance(state, Abort):
             state = replace(state, reason="")

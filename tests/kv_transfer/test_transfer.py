@@ -591,7 +591,8 @@ def test_a_closed_stream_ends_the_attempt() -> None:
     run(scenario)
 
 
-def test_a_chunk_of_a_dead_sender_is_given_up_before_its_transfer_would_be_late() -> None:
+@pytest.mark.parametrize("dead", ["sender", "receiver"])
+def test_a_chunk_of_a_dead_peer_is_given_up_before_its_transfer_would_be_late(dead: str) -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         deadlines = replace(DEADLINES, lost_s=0.5, transfer_s=60)
@@ -601,15 +602,18 @@ def test_a_chunk_of_a_dead_sender_is_given_up_before_its_transfer_would_be_late(
         await wait_until(lambda: attempt.receiver.driver.state.slot is Slot.RECEIVING)
         died_at = loop.time()
         attempt.to_sender.is_cut = attempt.to_receiver.is_cut = True
-        attempt.receiver.driver.stream_lost("the worker died")
+        alive, other = attempt.sender.driver, attempt.receiver.driver
+        if dead == "sender":
+            alive, other = other, alive
+        alive.stream_lost("the worker died")
 
-        await attempt.receiver.driver.wait_quiescent()
+        await alive.wait_quiescent()
 
         assert loop.time() - died_at == pytest.approx(deadlines.lost_s + 0.1, abs=0.01)
-        assert attempt.receiver._incoming.connection.is_broken
-        attempt.sender.driver.stream_lost("its own process goes on in this test")
-        received, *_ = await running
+        other.stream_lost("its process goes on in this test")
+        received, sent, *_ = await running
         assert isinstance(received, ConnectionBroken)
+        assert isinstance(sent, ConnectionBroken)
 
     run(scenario)
 
