@@ -5,7 +5,8 @@ PY ?= $(VENV)/bin/python
 CLUSTER_ENV = RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 PYTHONPATH=$(CURDIR):$(PYTHONPATH)
 # One thread per test process: two processes with a pool each would fight for the same cores.
 TEST_ENV = $(CLUSTER_ENV) OMP_NUM_THREADS=1
-JOBS ?= 2
+# One more than there are cores on a small host: tests wait for a third of their time.
+JOBS ?= 3
 # These tests wait for half of their time.
 QUICK_JOBS ?= 4
 # EXTRA=cuda12, for drivers of CUDA 12, brings an older torch than the constraints name.
