@@ -140,11 +140,16 @@ def test_the_emulation_sees_what_a_kernel_forgets(
     assert not all(map(is_right, range(3)))
 
 
-# Each tile, gated and not, with one of both dtypes, and with or without a bias
+# Each tile, gated and not, with one of both dtypes, and with or without a bias; in each run one of
+# them for each tile
 @pytest.mark.parametrize(
     ("tile", "is_gated", "dtype", "has_bias"),
     [
-        (tile, is_gated, (BF16, torch.float16)[(index + is_gated) % 2], (index + is_gated) % 4 < 2)
+        pytest.param(
+            *(tile, is_gated, (BF16, torch.float16)[(index + is_gated) % 2]),
+            (index + is_gated) % 4 < 2,
+            marks=pytest.mark.thorough if is_gated == index // 2 % 2 else (),
+        )
         for index, tile in enumerate(HOPPER_TILES)
         for is_gated in (False, True)
     ],

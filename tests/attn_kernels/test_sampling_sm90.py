@@ -29,8 +29,8 @@ MORE_REGISTERS = {151_936: 176, MAX_VOCAB_SIZE: 176}  # vocabulary |-> registers
     ("vocab_size", "dtype", "has_mask"),
     [
         (128_256, torch.float32, True),
-        (50_257, torch.float16, False),
         (MAX_VOCAB_SIZE, torch.bfloat16, True),
+        pytest.param(50_257, torch.float16, False, marks=pytest.mark.thorough),
         pytest.param(128_256, torch.float32, False, marks=pytest.mark.thorough),
         pytest.param(151_936, torch.float16, True, marks=pytest.mark.thorough),
         pytest.param(262_208, torch.bfloat16, False, marks=pytest.mark.thorough),
