@@ -338,17 +338,43 @@ def busy(status, pool):
     ]
 
 
-def test_a_killed_decode_worker_costs_no_token(cluster, oracle):
+def plain_requests(cluster):
+    """Return eight requests (prompt, options), the first half greedy."""
     prompts = [prompt_of(("decode", index), 60 + index) for index in range(4)]
     num_tokens = 150 if cluster.device == "cpu" else 800
     greedy, seeded = {"temperature": 0.0}, {"temperature": 0.9, "seed": 11, "n": 2}
-    requests = [
+    return [
         (prompt, {"max_tokens": num_tokens, "ignore_eos": True} | options)
         for options in (greedy, seeded)
         for prompt in prompts
     ]
 
-    undisturbed, interrupted = through_a_kill(cluster, requests)
+
+def constrained_requests(cluster):
+    """Return eight requests (prompt, options), the first half greedy, and the judge of each."""
+    forms = long_forms(60 if cluster.device == "cpu" else 400)
+    # The second half is rotated by one, so that both workers get each form.
+    held = [(form, {"temperature": 0.0}) for form in forms]
+    held += [(form, {"temperature": 1.5, "seed": 7}) for form in forms[1:] + forms[:1]]
+    requests = [
+        (prompt_of(("form", index), 60 + index), {**sampling, "constraint": constraint})
+        for index, ((constraint, _), sampling) in enumerate(held)
+    ]
+    return requests, [judge for (_, judge), _ in held]
+
+
+@pytest.fixture(scope="module")
+def through_a_kill(cluster):
+    """The answers to both kinds of requests, calm and while one decode worker is killed."""
+    return answer_through_a_kill(
+        cluster, plain_requests(cluster) + constrained_requests(cluster)[0]
+    )
+
+
+def test_a_killed_decode_worker_costs_no_token(cluster, oracle, through_a_kill):
+    undisturbed, interrupted = (each[:8] for each in through_a_kill)
+    (prompt, options), *_ = plain_requests(cluster)
+    num_tokens = options["max_tokens"]
 
     for calm, resumed in zip(undisturbed, interrupted, strict=True):
         assert [each.token_ids for each in calm.choices] == [
@@ -356,7 +382,7 @@ def test_a_killed_decode_worker_costs_no_token(cluster, oracle):
         ]
         assert calm.text == resumed.text
         assert len(resumed.token_ids) == num_tokens
-    assert list(interrupted[0].token_ids) == oracle.tokens(prompts[0], num_tokens)
+    assert list(interrupted[0].token_ids) == oracle.tokens(prompt, num_tokens)
     for resumed in (interrupted[:4], interrupted[4:]):
         assert sum(each.usage.resumptions for each in resumed) > 0
 
@@ -382,19 +408,11 @@ def test_a_worker_that_ray_has_given_up_comes_back(cluster):
     assert [name for name in before if before[name] != after[name]] == ["decode-1"]
 
 
-def test_constrained_answers_keep_their_form_and_their_words_across_a_kill(cluster):
-    forms = long_forms(60 if cluster.device == "cpu" else 400)
-    # The second half is rotated by one, so that both workers get each form.
-    held = [(form, {"temperature": 0.0}) for form in forms]
-    held += [(form, {"temperature": 1.5, "seed": 7}) for form in forms[1:] + forms[:1]]
-    requests = [
-        (prompt_of(("form", index), 60 + index), {**sampling, "constraint": constraint})
-        for index, ((constraint, _), sampling) in enumerate(held)
-    ]
+def test_constrained_answers_keep_their_form_and_their_words_across_a_kill(cluster, through_a_kill):
+    undisturbed, interrupted = (each[8:] for each in through_a_kill)
+    _, judges = constrained_requests(cluster)
 
-    undisturbed, interrupted = through_a_kill(cluster, requests)
-
-    for ((_, judge), _), calm, resumed in zip(held, undisturbed, interrupted, strict=True):
+    for judge, calm, resumed in zip(judges, undisturbed, interrupted, strict=True):
         assert resumed.choices == calm.choices
         assert resumed.finish_reason == "stop"
         assert judge(resumed.text), resumed.text
@@ -435,7 +453,7 @@ def long_forms(length):
     ]
 
 
-def through_a_kill(cluster, requests):
+def answer_through_a_kill(cluster, requests):
     """Answer requests (prompt, options) twice, the second time while a decode worker is killed.
 
     Returns the completions of both runs.
