@@ -53,6 +53,7 @@ def test_cases_measure_what_they_say_and_refuse_a_cluster_that_only_looks_right(
     assert all(row["decode_prompt_tokens"] == 0 for row in rows.values())
 
 
+@pytest.mark.thorough
 def test_a_cluster_for_measurements_has_altered_workers(tmp_path: Path) -> None:
     write_random_checkpoint(SHAPES["tiny"], tmp_path, torch.device("cpu"))
     spec = ClusterSpec(

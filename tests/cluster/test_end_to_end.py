@@ -598,6 +598,9 @@ def test_a_killed_router_comes_back_at_its_address_and_goes_on_with_its_streams(
     assert before.token_ids == after.token_ids
 
 
+# As tests/cli/test_router_command.py shows it with a scripted worker, and test_tls.py that such a
+# router joins a real cluster.
+@pytest.mark.thorough
 def test_streams_of_a_killed_router_outside_ray_go_on_at_another_one(cluster, model_dir, tmp_path):
     options = {"max_tokens": 400, "ignore_eos": True}
     asked = [
