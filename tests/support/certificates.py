@@ -53,6 +53,7 @@ class Authority:
         for path, content in zip(pair, (certificate, issued.private_key_pem.bytes()), strict=True):
             scratch = Path(f"{path}.new")
             scratch.write_bytes(content)
+            scratch.chmod(0o600)  # as keys should be
             os.replace(scratch, path)
         return pair
 
