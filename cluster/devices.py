@@ -35,8 +35,8 @@ def count_gpus() -> int:
 def _torch_has_cuda() -> bool:
     """Return whether torch is built for CUDA, as `torch.version.cuda` says it."""
     spec = find_spec("torch")
-    assert spec is not None, "the distribution of the server requires it"
-    assert spec.origin is not None
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
     return runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"] is not None
 
 

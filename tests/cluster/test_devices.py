@@ -117,6 +117,16 @@ def test_a_torch_without_cuda_has_no_gpus(host_with_gpus):
     assert count_gpus() == 0
 
 
+def test_a_host_with_gpus_and_without_the_engine_misses_torch(host_with_gpus, monkeypatch):
+    host_with_gpus(Driver(0))
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+
+    with pytest.raises(ModuleNotFoundError) as found:
+        count_gpus()
+
+    assert found.value.name == "torch", "the command names what to install"
+
+
 def test_torchs_own_version_says_whether_it_has_cuda():
     code = (
         "import sys; from cluster.devices import _torch_has_cuda as has_cuda; "
