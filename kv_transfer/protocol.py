@@ -9,7 +9,7 @@ forever, so that a driver can give every wait a deadline.
 import enum
 from dataclasses import dataclass
 
-from kv_transfer.deadlines import Wait
+from kv_transfer.deadlines import Wait, WaitKind
 from kv_transfer.errors import (
     ConnectionBroken,
     DigestMismatch,
@@ -51,6 +51,12 @@ class Failure:
     def error(self) -> TransferError:
         """Return the equivalent exception."""
         return _ERRORS[self.kind](self.detail)
+
+
+def wait_for_posted(chunk: int, failure: Failure | None) -> Wait:
+    """Return the wait for a posted send or receive; without its stream, the peer may be dead."""
+    is_lost = failure is not None and failure.kind is FailureKind.BROKEN
+    return Wait(kind=WaitKind.LOST if is_lost else WaitKind.TRANSFER, chunk=chunk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from kv_transfer.protocol import (
     PagesDigested,
     Send,
     StreamLost,
+    wait_for_posted,
 )
 
 
@@ -154,8 +155,7 @@ def waiting_for(state: ReceiverState) -> Wait | None:
         case Slot.ABORTING:
             return Wait(kind=WaitKind.ABORT)
         case Slot.RECEIVING:
-            is_lost = state.failure is not None and state.failure.kind is FailureKind.BROKEN
-            return Wait(kind=WaitKind.LOST if is_lost else WaitKind.TRANSFER, chunk=chunk)
+            return wait_for_posted(chunk, state.failure)
         case Slot.CALLED:
             return Wait(kind=WaitKind.POST, chunk=chunk)
     if state.is_ended:

@@ -39,6 +39,7 @@ from kv_transfer.protocol import (
     PagesDigested,
     Send,
     StreamLost,
+    wait_for_posted,
 )
 
 
@@ -151,8 +152,7 @@ def waiting_for(state: SenderState) -> Wait | None:
         return Wait(kind=WaitKind.ABORT)
     sending = [c for c in state.chunks if c.stage is Stage.SENDING]
     if sending and not state.is_stuck:
-        is_lost = state.failure is not None and state.failure.kind is FailureKind.BROKEN
-        return Wait(kind=WaitKind.LOST if is_lost else WaitKind.TRANSFER, chunk=sending[0].chunk)
+        return wait_for_posted(sending[0].chunk, state.failure)
     if state.is_ended:
         return None
     if not state.is_granted:
