@@ -14,10 +14,9 @@ from benchmarks.faults import LATE_STREAMS, OUTPUT_TOKENS, STREAMS
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "faults.md"
 RESULTS = Path(__file__).resolve().parent / "results"
 FAULTS_RESULT = "faults-cpu.json"
-# What carried the pages |-> results; a row of an earlier one replaces those of later ones.
-KILLS_RESULTS = {
-    "NCCL": ("kills-nccl-h100-x2.json",),
-    "CUDA IPC": ("kills-ipc-h100-x2.json",),
+KILLS_RESULTS = {  # by what carried the pages
+    "NCCL": "kills-nccl-h100-x2.json",
+    "CUDA IPC": "kills-ipc-h100-x2.json",
 }
 INTRODUCTION = """\
 # What faults cost
@@ -101,9 +100,7 @@ not compared, a test of this benchmark fails.
 
 def whole_page() -> str:
     """Return the page for the existing results."""
-    hits = {
-        carrier: {name: _read(name) for name in names} for carrier, names in KILLS_RESULTS.items()
-    }
+    hits = {carrier: _read(name) for carrier, name in KILLS_RESULTS.items()}
     text = page(_read(FAULTS_RESULT), FAULTS_RESULT) + kills(hits) + CORRUPTION
     names = sorted(each.name for each in RESULTS.glob("corruption-*.json"))
     return text + "".join(corruption(_read(name), name) for name in names)
@@ -135,50 +132,39 @@ def page(result: dict[str, Any], name: str) -> str:
     )
 
 
-def kills(results: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """Return the part on workers of two GPUs: what carried pages |-> file |-> its content."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for carrier, files in results.items():
-        for result in files.values():
-            for row in result["cases"]:
-                if "error" not in row:
-                    rows.setdefault((carrier, row["case"]), row)
+def kills(results: dict[str, dict[str, Any]]) -> str:
+    """Return the part on workers of two GPUs, for a result of each carrier of pages."""
+    rows = {
+        (fault == "hang", carrier, side, moment): row
+        for carrier, result in results.items()
+        for row in result["cases"]
+        if "error" not in row
+        for fault, side, moment in [row["case"].split("/")]
+    }
     lines = []
-    for (carrier, case), row in sorted(rows.items(), key=_kills_order):
-        fault, side, moment = case.split("/")
-        doubt = (row.get(key) for key in ("quiet_ms", "quiet_ms_max"))
+    for key in sorted(rows):
+        hangs, carrier, side, moment = key
+        row = rows[key]
+        doubt = (row.get(name) for name in ("quiet_ms", "quiet_ms_max"))
         cells = (
-            *(
-                carrier,
-                side,
-                {"kill": "SIGKILL", "hang": "SIGSTOP, 10 s"}[fault],
-                moment,
-                row["times"],
-            ),
+            *(carrier, side, "SIGSTOP, 10 s" if hangs else "SIGKILL", moment, row["times"]),
             *(row["times"] * row["streams"], row["lost_requests"], row["wrong_tokens"]),
             _seconds(row["noticed_ms"]),
             ", ".join(_seconds(each) for each in doubt if each is not None),
             _seconds(row["usable_ms"]),
         )
         lines.append(f"| {' | '.join(map(str, cells))} |\n")
-    named = {name: result for files in results.values() for name, result in files.items()}
-    gpus = next(iter(named.values()))["hardware"]["gpus"]
+    gpus = results["NCCL"]["hardware"]["gpus"]
     return KILLS.format(
         gpus=f"{len(gpus)} {gpus[0]}",
-        streams=next(iter(rows.values()))["streams"],
+        streams=row["streams"],
         heads=" | ".join(KILLS_HEADS),
         lines="".join(lines),
         sources=",\n".join(
-            f"[{name}](../benchmarks/results/{name}) at {result['commit']}"
-            for name, result in named.items()
+            f"[{name}](../benchmarks/results/{name}) at {results[carrier]['commit']}"
+            for carrier, name in KILLS_RESULTS.items()
         ),
     )
-
-
-def _kills_order(row: tuple[tuple[str, str], Any]) -> tuple[bool, str, str, str]:
-    (carrier, case), _ = row
-    fault, side, moment = case.split("/")
-    return fault == "hang", carrier, side, moment
 
 
 def corruption(result: dict[str, Any], name: str) -> str:
