@@ -1,10 +1,9 @@
 """From a checkpoint to a ready engine: check, load weights, plan memory, warm up."""
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -111,7 +110,9 @@ def load_engine(
     _check_memory("the weights", num_parameters * DTYPE_BYTES[dtype_name], device)
     num_bytes = sum(entry.end - entry.begin for entry in tensors.values())
     began_at = time.monotonic()
-    with _imported_meanwhile(TRITON_MODULES if uses_triton else ()):
+    with ThreadPoolExecutor(1, "import-kernels") as importing:
+        if uses_triton:  # meanwhile; an error is left to who imports them then
+            importing.submit(_import_kernels)
         weights = load_weights(
             config,
             tensors,
@@ -227,21 +228,9 @@ def _make_attention(
 # Triton is absent on some hosts, and slow to import on others: imported only where it is used.
 
 
-@contextmanager
-def _imported_meanwhile(names: Sequence[str]) -> Iterator[None]:
-    """Import modules in a thread while entered; an error is left to who imports them then."""
-
-    def import_all() -> None:
-        with suppress(ImportError):
-            for name in names:
-                import_module(name)
-
-    importing = threading.Thread(target=import_all, name="import-kernels", daemon=True)
-    importing.start()
-    try:
-        yield
-    finally:
-        importing.join()
+def _import_kernels() -> None:
+    for name in TRITON_MODULES:
+        import_module(name)
 
 
 def _triton_attention(pages: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> AttentionBackend:
