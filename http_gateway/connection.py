@@ -174,9 +174,7 @@ class Connection(HttpToolsProtocol):
         if self._is_framing:
             return
         self._part = _Part.BODY
-        if self._head_timer:
-            self._head_timer.cancel()
-            self._head_timer = None
+        self._await_no_head()
         if len(self.pipeline) >= MAX_PIPELINED:
             message = f"more than {MAX_PIPELINED} requests wait on this connection"
             self._stop_with(HttpError(400, message, code=TOO_MANY_WAIT))
@@ -241,6 +239,11 @@ class Connection(HttpToolsProtocol):
         seconds = self._limits.head_timeout_s
         self._head_timer = self.loop.call_later(seconds, self._refuse, _slow_head(seconds))
 
+    def _await_no_head(self) -> None:
+        if self._head_timer:
+            self._head_timer.cancel()
+            self._head_timer = None
+
     def _refuse(self, refusal: HttpError) -> None:
         """Answer a malformed request and close; only close while another is answered."""
         self._is_deaf = True
@@ -261,8 +264,7 @@ class Connection(HttpToolsProtocol):
     def give_way(self) -> None:
         """Refuse a client that has sent no request, and close at once, for a newcomer."""
         self._is_deaf = True
-        if self._head_timer:
-            self._head_timer.cancel()
+        self._await_no_head()
         self._write_refusal(_too_many_connections(self._limits.max_connections))
         self._raw.close()
 
@@ -291,6 +293,7 @@ class Connection(HttpToolsProtocol):
             self._raw.close()
             return
         self._is_deaf = True
+        self._await_no_head()  # a second refusal could not be written
         if self._raw.can_write_eof():
             self._raw.write_eof()
         self.flow.resume_reading()

@@ -289,6 +289,15 @@ WRONG_HEADS = {
 }
 
 
+def test_a_refused_head_is_not_refused_again_when_its_time_is_over(address):
+    with socket.create_connection(address, timeout=5) as connection:
+        connection.sendall(WRONG_HEADS["no HTTP"])
+        answer = read_answer(connection, time.monotonic())
+        assert (answer.status, answer.error["code"]) == (400, "invalid_http")
+        time.sleep(2 * LIMITS["head_timeout_s"])  # less than LINGER_S
+    # A second answer would have crashed its timer, which the gateway's fixture reports.
+
+
 @pytest.mark.parametrize("name", WRONG_HEADS)
 def test_what_is_no_request_is_refused_and_the_connection_closed(address, name):
     with socket.create_connection(address, timeout=5) as connection:
