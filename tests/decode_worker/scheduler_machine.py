@@ -202,10 +202,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_step(self, fails: Sequence[bool]) -> None:
         self.seen["failed steps"] += 1
         self.seen["steps dropped"] += len(self.plans) - 1
-        for _ in self.plans:
+        plans = list(self.plans)
+        self.plans.clear()  # at once: what is wrong shows in a read, and must not show again
+        for _ in plans:
             self.engine.read()  # so its seats mean nothing
-        self.recover(self.plans, fails)
-        self.plans.clear()
+        self.recover(plans, fails)
         self.written.clear()
 
     def recover(self, plans: Iterable[StepPlan], fails: Sequence[bool]) -> None:
