@@ -35,6 +35,16 @@ def pytest_runtest_teardown() -> Iterator[None]:
         gc.collect()
 
 
+def pytest_collection_finish() -> None:
+    """Keep Hypothesis from drawing the constants that it finds in this project's modules.
+
+    A derandomized test would have other examples after any edit, and beside other tests.
+    """
+    if providers := sys.modules.get("hypothesis.internal.conjecture.providers"):
+        assert hasattr(providers, "is_local_module_file"), "Hypothesis finds constants elsewhere"
+        providers.is_local_module_file = lambda path: False
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Refuse a pytest-xdist that ignores groups, as 3.8.0 does with pytest 9.2."""
     is_apart = item.get_closest_marker("xdist_group") and "@" not in item.nodeid.rpartition("]")[2]
