@@ -72,10 +72,11 @@ class Receiver:
         self._on_commit = on_commit
         self._deadlines = deadlines
         self._run_blocking = run_blocking
-        self._slot: asyncio.Task[None] | None = None  # takes the slot, or has taken it
-        self._slot_bytes: int | None = None  # while it has the slot: of the chunk that it is for
+        self._slots: dict[int, asyncio.Task[None]] = {}  # chunk |-> takes its slot, or has taken it
+        self._slot_bytes: dict[int, int] = {}  # chunk that has a slot |-> its size
         self._stats = TransferStats()
-        self._receives: list[tuple[float, float]] = []  # loop times of begin and end
+        # Loop times of begin and end: of those posted at once, one begins when the other ends.
+        self._receives: list[tuple[float, float]] = []
         self.driver: Driver[ReceiverState, ReceiverEvent, ReceiverAction] = Driver(
             state=begin(ticket, first_page=first_page, num_pages=len(page_ids)),
             step=step,
@@ -112,10 +113,10 @@ class Receiver:
                 assert isinstance(message, ReceiverMessage)
                 async with asyncio.timeout(self._deadlines.post_s):
                     await self._send(message)
-            case TakeSlot():
-                self._slot = self.driver.spawn(self._take_slot())
-            case LeaveSlot():
-                self._leave_slot()
+            case TakeSlot(chunk=chunk):
+                self._slots[chunk] = self.driver.spawn(self._take_slot(action))
+            case LeaveSlot(chunk=chunk):
+                self._leave_slot(chunk)
             case PostReceive():
                 self.driver.spawn(self._receive(action))
             case DigestPages():
@@ -125,30 +126,26 @@ class Receiver:
             case AbortConnection():
                 self.driver.spawn(self._abort())
 
-    async def _take_slot(self) -> None:
+    async def _take_slot(self, take: TakeSlot) -> None:
         await self._incoming.slots.acquire()
-        current = self.driver.state.current
-        if current is None:  # the transfer has ended meanwhile
-            self._incoming.slots.release()
-            return
-        self._slot_bytes = len(current.digests) * self._storage.page_bytes
-        self._incoming.load.add(self._slot_bytes)
+        num_bytes = self._slot_bytes[take.chunk] = take.num_pages * self._storage.page_bytes
+        self._incoming.load.add(num_bytes)
         if self._incoming.connection.is_broken:
             self.driver.post(ConnectionLost("the connection broke while another transfer used it"))
         else:
-            self.driver.post(SlotTaken())
+            self.driver.post(SlotTaken(take.chunk))
 
-    def _leave_slot(self) -> None:
-        if self._slot_bytes is not None:
-            self._incoming.load.remove(self._slot_bytes)
-            self._slot_bytes = None
-            self._incoming.slots.release()
-        elif self._slot is not None:
-            self._slot.cancel()
+    def _leave_slot(self, chunk: int) -> None:
+        taking = self._slots.pop(chunk)
+        if (num_bytes := self._slot_bytes.pop(chunk, None)) is None:
+            taking.cancel()
+            return
+        self._incoming.load.remove(num_bytes)
+        self._incoming.slots.release()
 
     async def _receive(self, post: PostReceive) -> None:
         loop = asyncio.get_running_loop()
-        started_at = loop.time()
+        posted_at = loop.time()
         page_ids = self._page_ids[post.first_page : post.first_page + post.num_pages]
         num_bytes = post.num_pages * self._storage.page_bytes
         wait = Wait(kind=WaitKind.TRANSFER, chunk=post.chunk)
@@ -159,12 +156,14 @@ class Receiver:
         except Exception as error:
             self.driver.post(ConnectionLost(f"receive failed: {error}"))
             return
+        last_end = self._receives[-1][1] if self._receives else posted_at
+        began_at, ended_at = max(posted_at, last_end), loop.time()
+        self._receives.append((began_at, ended_at))
         self._stats = TransferStats(
             pages_moved=self._stats.pages_moved + post.num_pages,
             bytes_moved=self._stats.bytes_moved + num_bytes,
-            wire_s=self._stats.wire_s + loop.time() - started_at,
+            wire_s=self._stats.wire_s + ended_at - began_at,
         )
-        self._receives.append((started_at, loop.time()))
         self.driver.post(ReceiveDone(post.chunk))
 
     async def _digest(self, action: DigestPages) -> None:

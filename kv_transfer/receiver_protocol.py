@@ -1,15 +1,17 @@
 """Pure state machine of a transfer's receiver (the decode worker).
 
 Life of a chunk:
-1. announced   ChunkReady came with the digests
+1. ANNOUNCED   ChunkReady came with the digests
 2. WAITING     its turn for one of the connection's receive slots
 3. CALLED      ChunkGo was sent; the sender may post its send
 4. RECEIVING   ChunkPosted came; the receive is posted and writes into the pages
-5. verifying   the slot is free for the next chunk; digests of what arrived are computed
+5. RECEIVED    the slot is free; digests of what arrived are computed, chunk by chunk
 6. committed   digests are equal: Commit, then ChunkAck
 
+While one chunk is received, the next is called already, so that no round trip lies between them.
+
 A failure in CALLED or RECEIVING does not end the machine: the pages may still be written. It stays
-until the posted receive is over (then the connection is still good), or aborts the connection and
+until the posted receives are over (then the connection is still good), or aborts the connection and
 stays until abort returned. Only then is it quiescent, and the caller may reuse the pages. An
 overdue abort makes it stuck: no caller should wait for it, but it may still return.
 """
@@ -44,21 +46,41 @@ from kv_transfer.protocol import (
     wait_for_posted,
 )
 
+MAX_CALLED = 2  # chunks of a transfer that wait for a slot or have one
 
-class Slot(enum.Enum):
-    """The state of this transfer's receive slot of the connection."""
 
-    IDLE = "idle"
+class Stage(enum.Enum):
+    """The stage of a chunk's life."""
+
+    ANNOUNCED = "announced"
     WAITING = "waiting"
     CALLED = "called"
     RECEIVING = "receiving"
-    ABORTING = "aborting"
-    STUCK = "stuck"  # abort did not return in time; the pages are lost until it does
+    RECEIVED = "received"
+
+
+_MAYBE_WRITTEN = (Stage.CALLED, Stage.RECEIVING)
+_CALLED_OR_WAITING = (Stage.WAITING, *_MAYBE_WRITTEN)
+
+
+@dataclass(frozen=True, slots=True)
+class IncomingChunk:
+    """A chunk that is not yet committed."""
+
+    ready: ChunkReady
+    stage: Stage = Stage.ANNOUNCED
+
+    @property
+    def chunk(self) -> int:
+        """Its number."""
+        return self.ready.chunk
 
 
 @dataclass(frozen=True, slots=True)
 class SlotTaken:
-    """Event: a receive slot is ours."""
+    """Event: a receive slot is the chunk's."""
+
+    chunk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +95,17 @@ ReceiverEvent = SenderMessage | CommonEvent | SlotTaken | ReceiveDone
 
 @dataclass(frozen=True, slots=True)
 class TakeSlot:
-    """Action: wait for a receive slot, then report SlotTaken."""
+    """Action: wait for a receive slot for a chunk, then report SlotTaken."""
+
+    chunk: int
+    num_pages: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveSlot:
-    """Action: give the slot back, or stop waiting for it."""
+    """Action: give the chunk's slot back, or stop waiting for it."""
+
+    chunk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +139,9 @@ class ReceiverState:
     next_page: int  # first page of the chunk that is announced next; at first num_committed
     next_chunk: int = 0
     is_granted: bool = False
-    announced: tuple[ChunkReady, ...] = ()  # not yet called, in order
-    slot: Slot = Slot.IDLE
-    current: ChunkReady | None = None  # the chunk that waits for the slot or holds it
-    verifying: tuple[ChunkReady, ...] = ()  # received, in order; the first is being digested
+    chunks: tuple[IncomingChunk, ...] = ()  # in order; after a failure those that may be written
+    is_aborting: bool = False
+    is_stuck: bool = False  # abort did not return in time; the pages are lost until it does
     failure: Failure | None = None
 
     @property
@@ -126,17 +152,14 @@ class ReceiverState:
     @property
     def is_quiescent(self) -> bool:
         """True when no receive is posted, nor can one still become posted."""
-        return self.slot in (Slot.IDLE, Slot.WAITING)
+        return not (
+            self.is_aborting or self.is_stuck or any(c.stage in _MAYBE_WRITTEN for c in self.chunks)
+        )
 
     @property
     def is_finished(self) -> bool:
         """True when no further event changes anything."""
-        return self.is_ended and self.slot is Slot.IDLE
-
-    @property
-    def is_stuck(self) -> bool:
-        """True when only an abort that is overdue can make it quiescent."""
-        return self.slot is Slot.STUCK
+        return self.is_ended and self.is_quiescent
 
 
 def begin(ticket: Ticket, *, first_page: int, num_pages: int) -> ReceiverState:
@@ -150,20 +173,18 @@ def begin(ticket: Ticket, *, first_page: int, num_pages: int) -> ReceiverState:
 
 def waiting_for(state: ReceiverState) -> Wait | None:
     """Return what must happen before a deadline; None when it is finished or stuck."""
-    chunk = state.current.chunk if state.current else 0
-    match state.slot:
-        case Slot.ABORTING:
-            return Wait(kind=WaitKind.ABORT)
-        case Slot.RECEIVING:
-            return wait_for_posted(chunk, state.failure)
-        case Slot.CALLED:
-            return Wait(kind=WaitKind.POST, chunk=chunk)
+    if state.is_aborting:
+        return Wait(kind=WaitKind.ABORT)
+    if (receiving := _first(state, Stage.RECEIVING)) is not None:
+        return wait_for_posted(receiving.chunk, state.failure)
+    if (called := _first(state, Stage.CALLED)) is not None:
+        return Wait(kind=WaitKind.POST, chunk=called.chunk)
     if state.is_ended:
         return None
-    if state.slot is Slot.WAITING:
-        return Wait(kind=WaitKind.SLOT, chunk=chunk)
-    if state.verifying:
-        return Wait(kind=WaitKind.DIGEST, chunk=state.verifying[0].chunk)
+    if (waiting := _first(state, Stage.WAITING)) is not None:
+        return Wait(kind=WaitKind.SLOT, chunk=waiting.chunk)
+    if (received := _first(state, Stage.RECEIVED)) is not None:
+        return Wait(kind=WaitKind.DIGEST, chunk=received.chunk)
     if not state.is_granted:
         return Wait(kind=WaitKind.GRANT)
     return Wait(kind=WaitKind.CHUNK, chunk=state.next_chunk)
@@ -178,10 +199,8 @@ def step(state: ReceiverState, event: ReceiverEvent) -> tuple[ReceiverState, Act
             return replace(state, is_granted=True), ()
         case ChunkReady():
             return _announced(state, event)
-        case SlotTaken() if state.slot is Slot.WAITING:
-            assert state.current is not None
-            go = ChunkGo(state.ticket, state.current.chunk)
-            return replace(state, slot=Slot.CALLED), (Send(go),)
+        case SlotTaken(chunk=chunk):
+            return _called(state, chunk)
         case ChunkPosted():
             return _posted(state, event)
         case ReceiveDone(chunk=chunk):
@@ -194,13 +213,12 @@ def step(state: ReceiverState, event: ReceiverEvent) -> tuple[ReceiverState, Act
             return _fail(state, FailureKind.CANCELLED, reason)
         case StreamLost(detail=detail):
             # Without the stream it is unknown whether the sender posted after ChunkGo.
-            return _break(state, FailureKind.BROKEN, detail, (Slot.CALLED,))
+            return _break(state, FailureKind.BROKEN, detail, (Stage.CALLED,))
         case ConnectionLost(detail=detail):
-            return _break(state, FailureKind.BROKEN, detail, (Slot.CALLED, Slot.RECEIVING))
-        case ConnectionAborted() if state.slot is Slot.ABORTING:
-            return replace(state, slot=Slot.IDLE, current=None), (LeaveSlot(),)
-        case ConnectionAborted() if state.slot is Slot.STUCK:
-            return replace(state, slot=Slot.IDLE), ()
+            return _break(state, FailureKind.BROKEN, detail, _MAYBE_WRITTEN)
+        case ConnectionAborted() if state.is_aborting or state.is_stuck:
+            state, actions = _leave(state, _MAYBE_WRITTEN)
+            return replace(state, is_aborting=False, is_stuck=False), actions
         case DeadlinePassed(wait=wait) if wait == waiting_for(state):
             return _late(state, wait)
     return state, ()
@@ -224,53 +242,66 @@ def _announced(state: ReceiverState, ready: ChunkReady) -> tuple[ReceiverState, 
             f"{state.next_page}, at most to page {state.num_pages}, after the grant"
         )
         return _fail(state, FailureKind.VIOLATION, detail)
-    announced = (*state.announced, ready)
-    state = replace(state, announced=announced, next_chunk=ready.chunk + 1, next_page=end)
-    return _next_chunk(state)
+    state = replace(
+        state,
+        chunks=(*state.chunks, IncomingChunk(ready)),
+        next_chunk=ready.chunk + 1,
+        next_page=end,
+    )
+    return _call_next(state)
 
 
-def _next_chunk(state: ReceiverState) -> tuple[ReceiverState, Actions]:
-    if state.slot is not Slot.IDLE or not state.announced:
+def _call_next(state: ReceiverState) -> tuple[ReceiverState, Actions]:
+    announced = _first(state, Stage.ANNOUNCED)
+    num_called = sum(c.stage in _CALLED_OR_WAITING for c in state.chunks)
+    if announced is None or num_called >= MAX_CALLED:
         return state, ()
-    current, *rest = state.announced
-    state = replace(state, slot=Slot.WAITING, current=current, announced=tuple(rest))
-    return state, (TakeSlot(),)
+    take = TakeSlot(announced.chunk, len(announced.ready.digests))
+    return _set_stage(state, announced.chunk, Stage.WAITING), (take,)
+
+
+def _called(state: ReceiverState, chunk: int) -> tuple[ReceiverState, Actions]:
+    if _find(state, chunk, Stage.WAITING) is None:
+        return state, ()
+    return _set_stage(state, chunk, Stage.CALLED), (Send(ChunkGo(state.ticket, chunk)),)
 
 
 def _posted(state: ReceiverState, posted: ChunkPosted) -> tuple[ReceiverState, Actions]:
-    current = state.current
-    if state.slot is not Slot.CALLED or current is None or current.chunk != posted.chunk:
+    called = _find(state, posted.chunk, Stage.CALLED)
+    if called is None or state.is_aborting:
         return state, ()
     # Also after a failure: the sender's half is under way, and taking it keeps the connection.
-    post = PostReceive(posted.chunk, current.first_page, len(current.digests), posted.order)
-    return replace(state, slot=Slot.RECEIVING), (post,)
+    ready = called.ready
+    post = PostReceive(posted.chunk, ready.first_page, len(ready.digests), posted.order)
+    return _set_stage(state, posted.chunk, Stage.RECEIVING), (post,)
 
 
 def _received(state: ReceiverState, chunk: int) -> tuple[ReceiverState, Actions]:
-    current = state.current
-    if state.slot is not Slot.RECEIVING or current is None or current.chunk != chunk:
+    if _find(state, chunk, Stage.RECEIVING) is None or state.is_aborting:
         return state, ()
-    state = replace(state, slot=Slot.IDLE, current=None)
-    actions: Actions = (LeaveSlot(),)
+    leave = LeaveSlot(chunk)
     if state.is_ended:
-        return state, actions
-    if not state.verifying:
-        actions += (_digest(current),)
-    state = replace(state, verifying=(*state.verifying, current))
-    state, more = _next_chunk(state)
-    return state, actions + more
+        return _remove(state, chunk), (leave,)
+    state, called = _call_next(_set_stage(state, chunk, Stage.RECEIVED))
+    # Chunks are committed in order, so that what is valid is always a prefix.
+    is_next = state.chunks[0].chunk == chunk
+    return state, (leave, *(_digest_next(state) if is_next else ()), *called)
 
 
-def _digest(ready: ChunkReady) -> DigestPages:
-    return DigestPages(ready.chunk, ready.first_page, len(ready.digests))
+def _digest_next(state: ReceiverState) -> Actions:
+    if not state.chunks or state.chunks[0].stage is not Stage.RECEIVED:
+        return ()
+    ready = state.chunks[0].ready
+    return (DigestPages(ready.chunk, ready.first_page, len(ready.digests)),)
 
 
 def _digested(
     state: ReceiverState, chunk: int, digests: tuple[bytes, ...]
 ) -> tuple[ReceiverState, Actions]:
-    if not state.verifying or state.verifying[0].chunk != chunk:
+    received = _find(state, chunk, Stage.RECEIVED)
+    if received is None:
         return state, ()
-    ready, *rest = state.verifying
+    ready = received.ready
     if digests != ready.digests:
         pairs = zip(digests, ready.digests, strict=True)
         wrong = [i for i, (found, announced) in enumerate(pairs) if found != announced]
@@ -280,19 +311,16 @@ def _digested(
         )
         return _fail(state, FailureKind.DIGEST, detail)
     num_committed = ready.first_page + len(digests)
-    state = replace(state, verifying=tuple(rest), num_committed=num_committed)
-    actions: Actions = (Commit(num_committed), Send(ChunkAck(state.ticket, chunk)))
-    if rest:
-        actions += (_digest(rest[0]),)
-    return state, actions
+    state = replace(_remove(state, chunk), num_committed=num_committed)
+    acknowledge = Send(ChunkAck(state.ticket, chunk))
+    return state, (Commit(num_committed), acknowledge, *_digest_next(state))
 
 
 def _aborted_by_sender(state: ReceiverState, reason: str) -> tuple[ReceiverState, Actions]:
     actions: Actions = ()
-    if state.slot is Slot.CALLED:
-        # Abort follows all that the sender posted: this chunk was not, and will not be.
-        state = replace(state, slot=Slot.IDLE, current=None)
-        actions = (LeaveSlot(),)
+    if not state.is_aborting:
+        # Abort follows all that the sender posted: what is called was not, and will not be.
+        state, actions = _leave(state, (Stage.CALLED,))
     state, more = _fail(state, FailureKind.ABORTED, f"the sender aborted: {reason}")
     return state, actions + tuple(a for a in more if not isinstance(a, Send))
 
@@ -300,25 +328,50 @@ def _aborted_by_sender(state: ReceiverState, reason: str) -> tuple[ReceiverState
 def _fail(state: ReceiverState, kind: FailureKind, detail: str) -> tuple[ReceiverState, Actions]:
     if state.is_ended:
         return state, ()
-    actions: Actions = (Send(Abort(state.ticket, detail)),)
-    if state.slot is Slot.WAITING:
-        state = replace(state, slot=Slot.IDLE, current=None)
-        actions = (LeaveSlot(), *actions)  # sending it takes time, in which a slot may come
-    return replace(state, failure=Failure(kind, detail), announced=(), verifying=()), actions
+    # Slots first: sending takes time, in which one may come.
+    state, actions = _leave(state, (Stage.WAITING,))
+    chunks = tuple(c for c in state.chunks if c.stage in _MAYBE_WRITTEN)
+    state = replace(state, failure=Failure(kind, detail), chunks=chunks)
+    return state, (*actions, Send(Abort(state.ticket, detail)))
 
 
 def _break(
-    state: ReceiverState, kind: FailureKind, detail: str, abort_in: tuple[Slot, ...]
+    state: ReceiverState, kind: FailureKind, detail: str, abort_in: tuple[Stage, ...]
 ) -> tuple[ReceiverState, Actions]:
-    must_abort = state.slot in abort_in
+    must_abort = not state.is_aborting and any(c.stage in abort_in for c in state.chunks)
     state, actions = _fail(state, kind, detail)
     if not must_abort:
         return state, actions
-    return replace(state, slot=Slot.ABORTING), (*actions, AbortConnection())
+    return replace(state, is_aborting=True), (*actions, AbortConnection())
 
 
 def _late(state: ReceiverState, wait: Wait) -> tuple[ReceiverState, Actions]:
     if wait.kind is WaitKind.ABORT:
-        return replace(state, slot=Slot.STUCK, current=None), (LeaveSlot(),)
+        state, actions = _leave(state, _MAYBE_WRITTEN)
+        return replace(state, is_aborting=False, is_stuck=True), actions
     detail = f"waiting for {wait.kind.value} of chunk {wait.chunk} took too long"
-    return _break(state, FailureKind.TIMEOUT, detail, (Slot.CALLED, Slot.RECEIVING))
+    return _break(state, FailureKind.TIMEOUT, detail, _MAYBE_WRITTEN)
+
+
+def _leave(state: ReceiverState, stages: tuple[Stage, ...]) -> tuple[ReceiverState, Actions]:
+    """Forget the chunks in these stages, and their slots."""
+    leaving = tuple(LeaveSlot(c.chunk) for c in state.chunks if c.stage in stages)
+    staying = tuple(c for c in state.chunks if c.stage not in stages)
+    return replace(state, chunks=staying), leaving
+
+
+def _first(state: ReceiverState, stage: Stage) -> IncomingChunk | None:
+    return next((c for c in state.chunks if c.stage is stage), None)
+
+
+def _find(state: ReceiverState, chunk: int, stage: Stage) -> IncomingChunk | None:
+    return next((c for c in state.chunks if c.chunk == chunk and c.stage is stage), None)
+
+
+def _set_stage(state: ReceiverState, chunk: int, stage: Stage) -> ReceiverState:
+    chunks = tuple(replace(c, stage=stage) if c.chunk == chunk else c for c in state.chunks)
+    return replace(state, chunks=chunks)
+
+
+def _remove(state: ReceiverState, chunk: int) -> ReceiverState:
+    return replace(state, chunks=tuple(c for c in state.chunks if c.chunk != chunk))

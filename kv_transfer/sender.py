@@ -70,6 +70,7 @@ class Sender:
         self._page_ids: list[tuple[int, ...]] = []  # chunk |-> ids of its pages
         self._orders: dict[int, int] = {}  # chunk that was posted just now |-> number of the send
         self._stats = TransferStats()
+        self._last_sent_at = 0.0  # loop time; a send posted before it begins then
         self.driver: Driver[SenderState, SenderEvent, SenderAction] = Driver(
             state=begin(ticket),
             step=step,
@@ -136,7 +137,7 @@ class Sender:
 
     async def _send_pages(self, chunk: int) -> None:
         loop = asyncio.get_running_loop()
-        started_at = loop.time()
+        posted_at = loop.time()
         page_ids = self._page_ids[chunk]
         num_bytes = len(page_ids) * self._storage.page_bytes
         wait = Wait(kind=WaitKind.TRANSFER, chunk=chunk)
@@ -145,11 +146,13 @@ class Sender:
         except Exception as error:
             self.driver.post(ConnectionLost(f"send failed: {error}"))
             return
+        ended_at = loop.time()
         self._stats = TransferStats(
             pages_moved=self._stats.pages_moved + len(page_ids),
             bytes_moved=self._stats.bytes_moved + num_bytes,
-            wire_s=self._stats.wire_s + loop.time() - started_at,
+            wire_s=self._stats.wire_s + ended_at - max(posted_at, self._last_sent_at),
         )
+        self._last_sent_at = ended_at
         self.driver.post(SendDone(chunk))
 
     async def _digest(self, chunk: int) -> None:

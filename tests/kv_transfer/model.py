@@ -2,8 +2,9 @@
 
 One page a chunk. Attempt 0 may fail at any point; attempt 1 then asks another sender for
 what is not yet committed, into the same pages. The network keeps every message that was ever sent:
-any of them may arrive at any machine of the right side, at any time, again and again, or never. A
-posted receive may be written, with right or wrong contents, until the receiver's abort returned.
+any of them may arrive at any machine of the right side, at any time, again and again, or never.
+Posted receives may be written in any order, with right or wrong contents, until the receiver's
+abort returned.
 
 `explore` visits every reachable state within a budget of faults, `walk` one random path through a
 larger model. Both raise Violation where an invariant breaks:
@@ -76,9 +77,8 @@ class Rules:
     def intern(self, state: Any) -> Interned:
         # Texts and kinds of failures would only multiply equal states, unless a wait depends on it.
         if getattr(state, "failure", None) is not None:
-            is_posted = getattr(state, "slot", None) is receiving.Slot.RECEIVING or any(
-                each.stage is sending.Stage.SENDING for each in getattr(state, "chunks", ())
-            )
+            posted = (receiving.Stage.RECEIVING, sending.Stage.SENDING)
+            is_posted = any(each.stage in posted for each in getattr(state, "chunks", ()))
             is_lost = is_posted and state.failure.kind is FailureKind.BROKEN
             state = replace(state, failure=_LOST if is_lost else _SOME_FAILURE)
         if isinstance(state, Abort):
@@ -124,11 +124,11 @@ class Attempt(NamedTuple):
     ticket: Ticket
     receiver: Interned
     sender: Interned | None  # None: crashed
-    receiver_jobs: frozenset[Any]  # "slot", "abort", DigestPages
+    receiver_jobs: frozenset[Any]  # TakeSlot, "abort", DigestPages
     sender_jobs: frozenset[Any]  # "abort", SendDone
-    posted_receive: receiving.PostReceive | None
+    posted_receives: frozenset[receiving.PostReceive]
     posted_sends: tuple[int, ...]  # chunks
-    is_on_wire: bool  # both sides posted: from now on the write may land at any time
+    on_wire: frozenset[int]  # chunks that both sides posted: the write may land at any time
 
 
 class World(NamedTuple):
@@ -210,12 +210,12 @@ def check(rules: Rules, world: World) -> None:
         if count and world.pages[page] != GOOD:
             raise Violation(f"T2 page {page} is committed and wrong")
     for each in world.attempts:
-        parts = each.receiver, each.sender, each.posted_receive is None, not each.posted_sends
+        parts = each.receiver, each.sender, not each.posted_receives, not each.posted_sends
         if parts in rules.checked:
             continue
         receiver = each.receiver.state
         sender = each.sender.state if each.sender else None
-        if receiver.is_quiescent and each.posted_receive is not None:
+        if receiver.is_quiescent and each.posted_receives:
             raise Violation("T3 the receiver calls itself quiescent while a receive is posted")
         if (
             not (receiver.is_finished or receiver.is_stuck)
@@ -257,7 +257,7 @@ def _attempt_steps(rules: Rules, world: World) -> Iterator[tuple[str, World]]:
     yield from _receiver_steps(rules, world, 0, each)
     if each.sender is not None:
         yield from _sender_steps(rules, world, 0, each)
-    if each.posted_receive is not None and each.is_on_wire:
+    if each.on_wire:
         yield from _landings(rules, world, 0, each)
 
 
@@ -275,9 +275,9 @@ def _begin_attempt(rules: Rules, world: World) -> World:
         sender=rules.intern(sending.begin(ticket)),
         receiver_jobs=frozenset(),
         sender_jobs=frozenset(),
-        posted_receive=None,
+        posted_receives=frozenset(),
         posted_sends=(),
-        is_on_wire=False,
+        on_wire=frozenset(),
     )
     world = world._replace(attempts=(*world.attempts, each))
     return _send_event(rules, world, index, sending.GrantGiven())
@@ -295,10 +295,10 @@ def _receiver_steps(
         yield f"deliver {name} to receiver ", event(world, message)
     for job in each.receiver_jobs:
         done = _update(world, index, receiver_jobs=each.receiver_jobs - {job})
-        if job == "slot":
-            yield "slot ", event(done, receiving.SlotTaken())
+        if isinstance(job, receiving.TakeSlot):
+            yield "slot ", event(done, receiving.SlotTaken(job.chunk))
         elif job == "abort":
-            gone = _update(done, index, posted_receive=None, is_on_wire=False)
+            gone = _update(done, index, posted_receives=frozenset(), on_wire=frozenset())
             yield "receiver abort returned ", event(gone, ConnectionAborted())
         else:
             page = world.pages[job.first_page] if rules.has_digest_check else GOOD
@@ -351,19 +351,25 @@ def _sender_steps(
 
 
 def _landings(rules: Rules, world: World, index: int, each: Attempt) -> Iterator[tuple[str, World]]:
-    post = each.posted_receive
-    assert post is not None
-    contents = (GOOD, BAD) if world.faults else (GOOD,)
-    for content in contents:
-        pages = list(world.pages)
-        pages[post.first_page] = content
-        landed = world._replace(pages=tuple(pages), faults=world.faults - (content is BAD))
-        sent = each.sender_jobs
-        if post.chunk in each.posted_sends:
-            sent = sent | {sending.SendDone(post.chunk)}
-        landed = _update(landed, index, posted_receive=None, is_on_wire=False, sender_jobs=sent)
-        landed = _receive_event(rules, landed, index, receiving.ReceiveDone(post.chunk))
-        yield f"{content.decode()} write landed ", landed
+    for post in each.posted_receives:
+        if post.chunk not in each.on_wire:
+            continue
+        for content in (GOOD, BAD) if world.faults else (GOOD,):
+            pages = list(world.pages)
+            pages[post.first_page] = content
+            landed = world._replace(pages=tuple(pages), faults=world.faults - (content is BAD))
+            sent = each.sender_jobs
+            if post.chunk in each.posted_sends:
+                sent = sent | {sending.SendDone(post.chunk)}
+            landed = _update(
+                landed,
+                index,
+                posted_receives=each.posted_receives - {post},
+                on_wire=each.on_wire - {post.chunk},
+                sender_jobs=sent,
+            )
+            landed = _receive_event(rules, landed, index, receiving.ReceiveDone(post.chunk))
+            yield f"{content.decode()} write landed ", landed
 
 
 def _receive_event(rules: Rules, world: World, index: int, event: object) -> World:
@@ -376,17 +382,21 @@ def _receive_event(rules: Rules, world: World, index: int, event: object) -> Wor
             case Send(message=message):
                 world = world._replace(network=world.network | {rules.intern(message)})
             case receiving.TakeSlot():
-                each = each._replace(receiver_jobs=each.receiver_jobs | {"slot"})
-            case receiving.LeaveSlot():
-                each = each._replace(receiver_jobs=each.receiver_jobs - {"slot"})
-            case receiving.PostReceive():
-                is_on_wire = action.chunk in each.posted_sends
-                each = each._replace(posted_receive=action, is_on_wire=is_on_wire)
+                each = each._replace(receiver_jobs=each.receiver_jobs | {action})
+            case receiving.LeaveSlot(chunk=chunk):
+                waiting = {job for job in each.receiver_jobs if _is_for_slot(job, chunk)}
+                each = each._replace(receiver_jobs=each.receiver_jobs - waiting)
+            case receiving.PostReceive(chunk=chunk):
+                each = each._replace(posted_receives=each.posted_receives | {action})
+                if chunk in each.posted_sends:
+                    each = each._replace(on_wire=each.on_wire | {chunk})
             case DigestPages():
                 each = each._replace(receiver_jobs=each.receiver_jobs | {action})
             case AbortConnection():
                 each = each._replace(receiver_jobs=each.receiver_jobs | {"abort"})
             case receiving.Commit(num_pages=num_pages):
+                if any(page != GOOD for page in world.pages[:num_pages]):
+                    raise Violation(f"T2 the first {num_pages} pages are committed, not all right")
                 commits = list(world.commits)
                 commits[num_pages - 1] += 1
                 world = world._replace(commits=tuple(commits))
@@ -404,11 +414,9 @@ def _send_event(rules: Rules, world: World, index: int, event: object) -> World:
             case Send(message=message):
                 world = world._replace(network=world.network | {rules.intern(message)})
             case sending.PostSend(chunk=chunk):
-                post = each.posted_receive
-                is_on_wire = each.is_on_wire or (post is not None and post.chunk == chunk)
-                each = each._replace(
-                    posted_sends=(*each.posted_sends, chunk), is_on_wire=is_on_wire
-                )
+                each = each._replace(posted_sends=(*each.posted_sends, chunk))
+                if any(post.chunk == chunk for post in each.posted_receives):
+                    each = each._replace(on_wire=each.on_wire | {chunk})
             case DigestPages(chunk=chunk):
                 # At once: a slow digest is a slow message, which the network has already.
                 world = _with_attempt(world, index, each)
@@ -420,6 +428,10 @@ def _send_event(rules: Rules, world: World, index: int, event: object) -> World:
                 if not world.commits[page]:
                     raise Violation(f"the lease of page {page} ended before it was committed")
     return _with_attempt(world, index, each)
+
+
+def _is_for_slot(job: object, chunk: int) -> bool:
+    return isinstance(job, receiving.TakeSlot) and job.chunk == chunk
 
 
 def _sent(world: World, index: int, chunk: int) -> World:

@@ -12,7 +12,7 @@ from kv_transfer import receiver_protocol as receiving
 from kv_transfer import sender_protocol as sending
 from kv_transfer.deadlines import WaitKind
 from kv_transfer.messages import ChunkAck
-from kv_transfer.protocol import Send
+from kv_transfer.protocol import DigestPages, Send
 from tests.kv_transfer.model import Rules, Violation, explore, settle, walk
 
 
@@ -31,7 +31,7 @@ def test_random_paths_with_many_faults_keep_the_invariants_and_end(choices: list
 
     for attempt in world.attempts:
         assert attempt.receiver.state.is_finished
-        assert attempt.posted_receive is None
+        assert not attempt.posted_receives
         assert attempt.sender is None or attempt.sender.state.is_finished
         assert not attempt.posted_sends
 
@@ -69,21 +69,30 @@ def test_model_finds_missing_ticket_fence() -> None:
 def commits_after_a_failure(state: Any, event: Any) -> Any:
     following, actions = receiving.step(state, event)
     if following.failure and not state.failure:
-        following = replace(following, verifying=state.verifying)
+        received = [c for c in state.chunks if c.stage is receiving.Stage.RECEIVED]
+        following = replace(following, chunks=(*received, *following.chunks))
+    return following, actions
+
+
+def commits_what_arrives_first(state: Any, event: Any) -> Any:
+    following, actions = receiving.step(state, event)
+    for each in following.chunks[1:]:
+        if isinstance(event, receiving.ReceiveDone) and each.chunk == event.chunk:
+            actions = (*actions, DigestPages(each.chunk, each.ready.first_page, 1))
     return following, actions
 
 
 def acknowledges_before_the_commit(state: Any, event: Any) -> Any:
     following, actions = receiving.step(state, event)
-    if isinstance(event, receiving.ReceiveDone) and following.verifying:
+    if isinstance(event, receiving.ReceiveDone) and not following.failure:
         actions = (*actions, Send(ChunkAck(state.ticket, event.chunk)))
     return following, actions
 
 
 def frees_pages_of_a_posted_receive(state: Any, event: Any) -> Any:
     following, actions = receiving.step(state, event)
-    if following.failure and following.slot in (receiving.Slot.RECEIVING, receiving.Slot.ABORTING):
-        following = replace(following, slot=receiving.Slot.IDLE, current=None)
+    if following.failure:
+        following = replace(following, chunks=(), is_aborting=False)
     return following, actions
 
 
@@ -106,6 +115,7 @@ def releases_before_the_ack(state: Any, event: Any) -> Any:
     ("bug", "invariant"),
     [
         (commits_after_a_failure, "T1"),
+        (commits_what_arrives_first, "T2"),
         (acknowledges_before_the_commit, "lease"),
         (frees_pages_of_a_posted_receive, "T3"),
     ],

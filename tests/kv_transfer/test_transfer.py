@@ -21,7 +21,7 @@ from kv_transfer.errors import (
 from kv_transfer.messages import ChunkGo, ChunkPosted, ChunkReady, Granted
 from kv_transfer.order import Load
 from kv_transfer.ordered_connection import NETWORK_CHUNK_BYTES
-from kv_transfer.receiver_protocol import Slot
+from kv_transfer.receiver_protocol import Stage
 from tests.kv_transfer.pair import DEADLINES, RECEIVER, TICKET, Attempt, Workers, shuffled
 from tests.support.loopback import FaultKind, LoopbackFault, LoopbackNetwork, planned
 from tests.support.virtual_time import run_virtual, wait_until
@@ -39,6 +39,10 @@ async def ten_pages(workers: Workers, **options: Any) -> Attempt:
         target_pages=shuffled(10, 2),
         **options,
     )
+
+
+def has_chunk(attempt: Attempt, stage: Stage) -> bool:
+    return any(each.stage is stage for each in attempt.receiver.driver.state.chunks)
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -199,6 +203,29 @@ def test_round_trips_of_several_transfers_overlap() -> None:
     run(scenario)
 
 
+def test_the_next_chunk_of_a_transfer_is_called_while_one_is_received() -> None:
+    async def scenario() -> None:
+        copy_s, message_s = 0.025, 0.01
+        net = network()
+        net.latency_s = copy_s
+        attempt = await ten_pages(Workers(net), chunk_pages=2, compute_s=0.0)
+        attempt.to_receiver.delay_s = attempt.to_sender.delay_s = message_s
+        started_at = asyncio.get_running_loop().time()
+
+        received, sent, _ = await attempt.run()
+
+        # Granted and Ready, Go, Posted, Ack: four messages one after the other, and five copies.
+        took_s = asyncio.get_running_loop().time() - started_at
+        assert took_s == pytest.approx(4 * message_s + 5 * copy_s, abs=0.001)
+        # The second receive is posted while the first is under way: no time counts twice.
+        assert isinstance(received, TransferStats)
+        assert isinstance(sent, TransferStats)
+        assert received.wire_s == pytest.approx(5 * copy_s, abs=0.001)
+        assert sent.wire_s == pytest.approx(message_s + 5 * copy_s, abs=0.001)
+
+    run(scenario)
+
+
 def test_receives_are_posted_in_the_order_of_the_sends_whoever_hears_of_them_first() -> None:
     async def scenario() -> None:
         workers = Workers(network())
@@ -259,7 +286,7 @@ def test_a_transfer_that_ends_between_others_keeps_them_or_ends_them_soon(what: 
         attempts = await eight_attempts(workers, chunk_pages=2, compute_s=0.003)
         running = [asyncio.create_task(attempt.run()) for attempt in attempts]
         victim = attempts[3]
-        await wait_until(lambda: victim.receiver.driver.state.slot is Slot.CALLED)
+        await wait_until(lambda: has_chunk(victim, Stage.CALLED))
         if what == "cancelled":
             await victim.receiver.driver.cancel("the client left")
         else:
@@ -599,7 +626,7 @@ def test_a_chunk_of_a_dead_peer_is_given_up_before_its_transfer_would_be_late(de
         workers = Workers(network(LoopbackFault(kind=FaultKind.HANG, abort_s=0.1)))
         attempt = await ten_pages(workers, deadlines=deadlines)
         running = asyncio.create_task(attempt.run())
-        await wait_until(lambda: attempt.receiver.driver.state.slot is Slot.RECEIVING)
+        await wait_until(lambda: has_chunk(attempt, Stage.RECEIVING))
         died_at = loop.time()
         attempt.to_sender.is_cut = attempt.to_receiver.is_cut = True
         alive, other = attempt.sender.driver, attempt.receiver.driver

@@ -38,7 +38,7 @@ from tests.support.planted_bugs import Plant, Right, instead_of
 @instead_of(kv_transfer.receiver_protocol, "_digested")
 def no_digest_check(right: Right, state: Any, chunk: int, digests: Any) -> Any:
     """What arrives is committed without a look."""
-    return right(state, chunk, state.verifying[0].digests if state.verifying else digests)
+    return right(state, chunk, state.chunks[0].ready.digests if state.chunks else digests)
 
 
 def no_quarantine(patch: pytest.MonkeyPatch) -> None:

@@ -422,7 +422,7 @@ def test_a_client_that_leaves_while_its_request(phase: str) -> None:
     """... frees everything on both sides within a second."""
     # Everything takes seconds, so that what is not stopped is still there after one.
     shape = ClusterShape(
-        max_step_tokens=33, token_s=0.02, pass_s=0.1, page_transfer_s=0.3, max_running_sequences=4
+        max_step_tokens=33, token_s=0.02, pass_s=0.1, page_transfer_s=0.2, max_running_sequences=4
     )
     params = replace(GREEDY, max_tokens=90)
 
