@@ -56,8 +56,9 @@ def router(config: ClusterConfig, controller: str, keys: Path, share_port: bool)
     """Run one more router of a running cluster.
 
     Ctrl-C or SIGTERM ends it. It needs neither Ray nor torch, only the model's tokenizer and the
-    cluster's options in --config. It may start before the cluster, and is ready once the controller
-    has sent it the list of workers. A client that loses a router continues at another one.
+    cluster's options in --config. It may start before the cluster, for which it waits without a
+    limit; it is ready once a decode worker takes requests. A client that loses a router continues
+    at another one.
     """
     if config.model is None:
         allowed = "a folder with the tokenizer, as in --model PATH"
@@ -112,7 +113,7 @@ async def _serve(
 
     async def tell_ready() -> None:
         cluster = f"the cluster at {controller}"
-        await process.wait_followed(lambda reason: say(f"waiting for {cluster}: {reason}"))
+        await process.wait_ready(lambda reason: say(f"waiting for {cluster}: {reason}"))
         say(f"ready: {name} on {address} for {cluster}")
 
     telling = asyncio.create_task(tell_ready(), name="tell-ready")

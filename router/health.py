@@ -1,6 +1,7 @@
 """The standard health service: the process is alive at once, ready when a decode worker is."""
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -8,6 +9,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from router.worker_registry import WorkerRegistry
 
 INFERENCE_SERVICE = "pagewire.v1.InferenceService"
+PATIENCE_S = 2.0  # before a wait is reported: workers that serve are connected sooner
 _REFRESH_S = 60.0  # a change is noticed at once; this only bounds the wait
 
 
@@ -17,6 +19,7 @@ class Health:
     def __init__(self, registry: WorkerRegistry) -> None:
         self._registry = registry
         self._servicer = health.aio.HealthServicer()
+        self._was_ready = asyncio.Event()
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
@@ -29,8 +32,22 @@ class Health:
             await self._servicer.set(
                 INFERENCE_SERVICE, status.SERVING if is_ready else status.NOT_SERVING
             )
+            if is_ready:
+                self._was_ready.set()
             now = asyncio.get_running_loop().time()
             await self._registry.wait_changed(now + _REFRESH_S)
+
+    async def wait_ready(self, waits: Callable[[str], None]) -> None:
+        """Wait until the router has been ready for the first time; the caller bounds the wait.
+
+        Args:
+            waits: Called once, with the reason, if this takes longer than PATIENCE_S.
+        """
+        try:
+            await asyncio.wait_for(self._was_ready.wait(), PATIENCE_S)
+        except TimeoutError:
+            waits(f"no decode worker takes requests{self._registry.told_misfits('decode')}")
+            await self._was_ready.wait()
 
     async def stop(self) -> None:
         """Report not serving from now on."""

@@ -137,9 +137,14 @@ class RouterProcess:
         )
         return address
 
-    async def wait_followed(self, waits: Callable[[str], None]) -> None:
-        """Wait until the controller has sent the workers; see MemberFeed. Call `start` first."""
+    async def wait_ready(self, waits: Callable[[str], None]) -> None:
+        """Wait until a decode worker takes requests; the caller bounds the wait.
+
+        Args:
+            waits: Called with what is missing, if it is for long: the controller, then a worker.
+        """
         await self._feed.wait_followed(waits)
+        await self.router.health.wait_ready(waits)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new work, give running requests `grace_s` seconds, then end everything.

@@ -116,14 +116,14 @@ class Router:
             slow_client_timeout_s=config.slow_client_timeout_s,
             describe_tls=describe_tls,
         )
-        self._health = Health(self.registry)
+        self.health = Health(self.registry)
         self._introductions = Introductions(self.registry)
         self._followers: list[asyncio.Task[None]] = []  # of the registry
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add InferenceService and the health service to a server."""
         add_to_server(self._servicer, server)
-        self._health.add_to_server(server)
+        self.health.add_to_server(server)
 
     async def start(self) -> None:
         """Get ready for chats and report health; workers are followed from `set_workers` on.
@@ -138,7 +138,7 @@ class Router:
                 await self._renderer.close()
                 raise ModelFolderError(f"chat template of {self._model_dir}: {error}") from error
         self._followers = [
-            asyncio.create_task(self._health.run(), name="router-health"),
+            asyncio.create_task(self.health.run(), name="router-health"),
             asyncio.create_task(self._introductions.run(), name="router-introductions"),
         ]
 
@@ -162,7 +162,7 @@ class Router:
             task.cancel()
         if self._followers:
             await asyncio.wait(self._followers, timeout=1)
-        await self._health.stop()
+        await self.health.stop()
         if not await self.admission.wait_idle(grace_s):
             logger.warning(
                 "requests_abandoned", extra=fields(num_requests=self.admission.num_active)

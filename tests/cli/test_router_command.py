@@ -199,12 +199,6 @@ def connect(address: str) -> grpc.aio.Channel:
     )
 
 
-async def wait_served(address: str) -> None:
-    async with AsyncClient(address, channel_factory=connect) as client, asyncio.timeout(20):
-        while not any(each.state == "ready" for each in (await client.status()).workers):
-            await asyncio.sleep(0.02)
-
-
 def resumed(worker: ScriptedWorker) -> int:
     """How many submissions had tokens of an earlier call."""
     return sum(any(c.emitted_token_ids for c in each.choices) for each in worker.submits)
@@ -242,7 +236,6 @@ def test_a_router_that_is_killed_costs_its_streams_nothing(keys_path, model_dir)
                 (first, killed), (second, _) = found
                 for address in (first, second):
                     assert 28100 <= int(address.rpartition(":")[2]) <= 28199
-                    await wait_served(address)
                 async with AsyncClient([first, second]) as client:
                     calm = await asyncio.gather(*map(complete, streams(client)))
                     assert resumed(worker) == 0
@@ -278,7 +271,6 @@ def test_a_router_that_is_killed_costs_http_streams_nothing(keys_path, model_dir
                 (first, killed), (second, _) = found
                 for address in (first, second):
                     assert 28100 <= int(address.rpartition(":")[2]) <= 28199
-                    await wait_served(address)
                 with gateway(first, second) as http:
                     calm = streams(http)
                     await asyncio.gather(*(asyncio.to_thread(each.read) for each in calm))
@@ -331,7 +323,6 @@ def test_a_router_that_starts_first_is_alive_and_is_ready_once_there_is_a_contro
             healths = [await health_of(address)]
             async with controller_and_worker(port=port):
                 lines.append(await line())
-                await wait_served(address)
                 healths.append(await health_of(address))
         finally:
             router.kill()
@@ -384,7 +375,6 @@ def test_a_router_tells_prometheus_and_refuses_a_port_that_is_taken(keys_path, m
             controller_and_worker(token_s=0.001) as (controller, _),
             routers(1, controller, keys_path, model_dir, *flags) as [(address, _)],
         ):
-            await wait_served(address)
             async with AsyncClient(address) as client:
                 await client.generate(PROMPT, max_tokens=3)
             told = await asyncio.to_thread(scrape, port)
@@ -514,7 +504,6 @@ def test_grpcurl_finds_methods_by_reflection_and_reads_a_stream(
             routers(1, controller, keys_path, model_dir) as [(address, _)],
         ):
             async with AsyncClient(address) as client:
-                await client.generate(PROMPT, max_tokens=1)  # waits for the worker
                 [model] = await client.list_models()
             done = {}
             for name, call in calls.items():

@@ -20,6 +20,7 @@ from pagewire.protos import (
 )
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from router.config import RouterConfig
+from router.health import PATIENCE_S
 from router.router import Router
 from router.tokenizer import Tokenizer
 from tests.router.scripted_worker import (
@@ -431,15 +432,23 @@ def test_models_status_and_health_follow_the_workers() -> None:
         assert not models.models
         assert await serving("")
         assert not await serving(name)
+        said: list[str] = []
+        waiting = asyncio.create_task(tested.router.health.wait_ready(said.append))
+        await asyncio.sleep(PATIENCE_S - 0.1)
+        assert said == []
+        await tested.add(ScriptedWorker("prefill-0", pool="prefill"))
+        await asyncio.sleep(1)
+        assert (said, waiting.done()) == (["no decode worker takes requests"], False)
 
         pages = inference_pb2.PageCounts(total=10, free=7, live=3)
         decode = ScriptedWorker("decode-0", heartbeat={"pages": pages, "running": 2})
-        await tested.add(decode, ScriptedWorker("prefill-0", pool="prefill"))
+        await tested.add(decode)
+        await waiting
+        assert await serving(name)
         await tested.generate()
 
         [model] = (await tested.stub.ListModels(inference_pb2.ListModelsRequest())).models
         assert (model.name, model.vocab_size, model.page_size) == ("tiny", 400, 4)
-        assert await serving(name)
         status = await tested.stub.GetClusterStatus(inference_pb2.GetClusterStatusRequest())
         assert (status.active_requests, status.finished_requests) == (0, 1)
         by_id = {each.worker.worker_id: each for each in status.workers}
