@@ -501,7 +501,7 @@ def test_grpcurl_finds_methods_by_reflection_and_reads_a_stream(
         }
         async with (
             controller_and_worker() as (controller, _),
-            routers(1, controller, keys_path, model_dir) as [(address, _)],
+            routers(1, controller, keys_path, model_dir, "--port", "0") as [(address, _)],
         ):
             async with AsyncClient(address) as client:
                 [model] = await client.list_models()
