@@ -1,25 +1,32 @@
-"""Checks at once whether a Ray cluster answers; Ray itself would try for half a minute."""
+"""Checks soon whether a Ray cluster can be attached to; Ray itself would try for up to a minute."""
 
 import os
 import socket
+import time
 from contextlib import suppress
+from typing import Any
 
 import grpc
 from ray._private import services  # Ray has no public name for these
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray.core.generated import gcs_service_pb2
 from ray.exceptions import AuthenticationError
 
 from cluster.errors import StartError
 
 PROBE_TIMEOUT_S = 1.5  # of each of the first two steps
 ANSWER_TIMEOUT_S = 5.0  # of the head, which may be busy
+NODE_TIMEOUT_S = 10.0  # for a node of this host, which may just start
+NODE_PERIOD_S = 0.2
 AUTO = "auto"  # Ray looks for a cluster on this host
-# The first call that Ray itself makes; empty bytes are its request.
-HEAD_METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+HEAD_METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+_MESSAGES: Any = gcs_service_pb2  # without types
+_ALIVE = 0  # state of a node
+_Metadata = tuple[tuple[str, str], ...]
 
 
 def check_ray_answers(address: str) -> None:
-    """Refuse an address, host:port or "auto", where no Ray cluster answers or takes this process.
+    """Refuse an address, host:port or "auto", of no Ray cluster that this process can attach to.
 
     Raises:
         StartError: Names the address, and says how to find the right one.
@@ -36,8 +43,7 @@ def check_ray_answers(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
         with grpc.insecure_channel(found) as channel:
             grpc.channel_ready_future(channel).result(PROBE_TIMEOUT_S)
-            ask = channel.unary_unary(HEAD_METHOD)
-            ask(b"", timeout=ANSWER_TIMEOUT_S, metadata=_token_of_ray(address))
+            _wait_for_own_node(told, channel, _token_of_ray(address))
     except (grpc.FutureTimeoutError, grpc.RpcError) as error:
         reason = "what listens there is not the head of a Ray cluster"
         if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
@@ -56,7 +62,29 @@ def check_ray_answers(address: str) -> None:
         raise _no_answer(told, reason) from error
 
 
-def _token_of_ray(address: str) -> tuple[tuple[str, str], ...]:
+def _wait_for_own_node(told: str, head: grpc.Channel, token: _Metadata) -> None:
+    """Wait until a node of the cluster lives on this host, to which Ray would attach a process."""
+    request = _MESSAGES.GetAllNodeInfoRequest(state_filter=_ALIVE).SerializeToString()
+    ask = head.unary_unary(
+        HEAD_METHOD, response_deserializer=_MESSAGES.GetAllNodeInfoReply.FromString
+    )
+    deadline = time.monotonic() + NODE_TIMEOUT_S
+    while True:
+        nodes = ask(request, timeout=ANSWER_TIMEOUT_S, metadata=token).node_info_list
+        own_ids = services.find_node_ids()  # type: ignore[no-untyped-call]
+        if any(each.node_id.hex() in own_ids for each in nodes):
+            return
+        if time.monotonic() >= deadline:
+            others = ", ".join(sorted(each.node_manager_address for each in nodes))
+            found = f", but on {others}; run the command there" if others else " or elsewhere"
+            raise StartError(
+                f"ray_address is {told}, and that Ray cluster has no living node on this host"
+                f"{found}; `ray start --address=...` lets this host join"
+            )
+        time.sleep(NODE_PERIOD_S)
+
+
+def _token_of_ray(address: str) -> _Metadata:
     """Return the metadata with the token that Ray would send to an address; empty: none."""
     # Without a mode, Ray uses a token only for a cluster that it has found by itself.
     is_found = address == AUTO and not os.environ.get("RAY_ADDRESS")

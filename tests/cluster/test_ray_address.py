@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import grpc
 import pytest
 from ray._private import services
+from ray.core.generated import gcs_service_pb2
 
 from cluster import ray_address
 from cluster.errors import StartError
@@ -59,16 +60,59 @@ def answering(method, answer):
         server.stop(None)
 
 
+OWN_NODE = b"\x0a" * 28
+
+
+def nodes(**address_of):
+    """What a head answers: its nodes, the own one and others."""
+    ids = {"own": OWN_NODE, "other": b"\x0b" * 28}
+    reply = gcs_service_pb2.GetAllNodeInfoReply()
+    for name, address in address_of.items():
+        reply.node_info_list.add(node_id=ids[name], node_manager_address=address)
+    return reply.SerializeToString()
+
+
 @pytest.fixture
 def ray_uses(monkeypatch):
-    """Have Ray take another address of this host for the loopback address."""
+    """Have Ray take another address of this host for the loopback address, and find one node."""
+    monkeypatch.setattr(services, "find_node_ids", lambda: {OWN_NODE.hex()})
     return lambda address: monkeypatch.setattr(services, "get_node_ip_address", lambda: address)
 
 
-def test_the_head_of_a_ray_cluster_passes(ray_uses):
+def test_a_ray_cluster_with_a_node_on_this_host_passes(ray_uses):
     ray_uses("127.0.0.1")
+    answers = [nodes(), nodes(other="10.0.0.1"), nodes(other="10.0.0.1", own="10.0.0.2")]
+    asked = []
 
-    with answering(HEAD_METHOD, lambda request, context: b"") as address:
+    def answer(request, context):
+        asked.append(gcs_service_pb2.GetAllNodeInfoRequest.FromString(request))
+        return answers[len(asked) - 1]
+
+    with answering(HEAD_METHOD, answer) as address:
+        check_ray_answers(address)
+
+    assert len(asked) == len(answers), "a node may just start"
+    assert asked[0].HasField("state_filter"), "of living nodes"
+
+
+@pytest.mark.parametrize(
+    ("answer", "where"),
+    [
+        (nodes(), "or elsewhere"),
+        (nodes(other="10.0.0.1"), r"but on 10\.0\.0\.1; run the command there"),
+    ],
+    ids=["no node", "on another host"],
+)
+def test_a_ray_cluster_without_a_node_on_this_host_is_refused_in_time(
+    ray_uses, monkeypatch, answer, where
+):
+    ray_uses("127.0.0.1")
+    monkeypatch.setattr(ray_address, "NODE_TIMEOUT_S", 0.3)
+
+    with (
+        answering(HEAD_METHOD, lambda request, context: answer) as address,
+        pytest.raises(StartError, match=f"no living node on this host,? {where}; .*join$"),
+    ):
         check_ray_answers(address)
 
 
@@ -123,7 +167,7 @@ def test_only_a_ray_that_is_found_here_is_told_a_token_without_a_mode(
 
     def listen(request, context):
         got.append(dict(context.invocation_metadata()).get("authorization"))
-        return b""
+        return nodes(own="127.0.0.1")
 
     with answering(HEAD_METHOD, listen) as address:
         monkeypatch.setattr(services, "find_gcs_addresses", lambda: frozenset([address]))
