@@ -7,7 +7,7 @@ ClientLeft       the client closed the connection: there is nobody to answer
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pagewire
 
@@ -71,6 +71,13 @@ class HttpError(Exception):
 def refused(param: str, found: str, allowed: str, *, code: str | None = None) -> HttpError:
     """Make the error for one wrong field."""
     return HttpError(400, f"{param}: found {found}; allowed: {allowed}", param=param, code=code)
+
+
+def joined(errors: Sequence[HttpError]) -> HttpError:
+    """Return one error for several wrong fields, with a line for each."""
+    first = errors[0]
+    message = "\n".join(each.message for each in errors)
+    return HttpError(400, message, param=first.param, code=first.code)
 
 
 def http_error(error: pagewire.PagewireError, rename: RenameField) -> HttpError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
-from http_gateway.errors import HttpError, refused
+from http_gateway.errors import HttpError, joined, refused
 from pagewire.arguments import did_you_mean, shown, shown_with_type
 
 MAX_NAME_CHARS = 100  # shown of a name that no field has
@@ -114,9 +114,7 @@ class Fields:
     def refuse_others(self) -> None:
         """Refuse remaining fields, which would otherwise be ignored silently."""
         if self._left:
-            each = [self._unknown(name) for name in islice(self._left, MAX_UNKNOWN)]
-            message = "\n".join(error.message for error in each)
-            raise HttpError(400, message, param=each[0].param, code=each[0].code)
+            raise joined([self._unknown(name) for name in islice(self._left, MAX_UNKNOWN)])
 
     def refused(self, field: str, found: str, allowed: str) -> HttpError:
         """Make the error for a wrong value of a field."""

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from http_gateway.constraints import take_constraint
+from http_gateway.errors import HttpError, http_error, joined
 from http_gateway.fields import Fields
-from pagewire import SamplingOptions
-from pagewire.arguments import MAX_SEED, MAX_UINT32, shown
+from pagewire import InvalidRequestError, SamplingOptions
+from pagewire.arguments import MAX_SEED, MAX_UINT32, check_sampling, shown
 
 # Names of OpenAI's API, which the client shares
 _OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "stop", "n")
@@ -19,6 +20,8 @@ _FURTHER = (
     "ignore_eos",
     "skip_special_tokens",
 )
+# name, least, most: a seed of OpenAI's API may be negative, and -1 turns vLLM's top_k off
+_OF_OTHER_RANGES = (("seed", -(2**63), MAX_SEED), ("top_k", -1, MAX_UINT32))
 
 
 def take_sampling(
@@ -28,7 +31,7 @@ def take_sampling(
     openai: tuple[str, ...] = _OPENAI,
     max_tokens: tuple[str, ...],
 ) -> SamplingOptions:
-    """Take the sampling fields of a request, which the client's validator then checks.
+    """Take the sampling fields of a request, which the client's validator checks.
 
     Args:
         fields: The fields of the request.
@@ -45,10 +48,22 @@ def take_sampling(
                 raise fields.refused(name, f"{shown(value)} beside {first}", allowed)
             options["max_tokens"], names["max_tokens"] = value, name
     options["constraint"] = take_constraint(fields, names)
-    seed = fields.integer("seed", -(2**63), MAX_SEED)  # of OpenAI's API, which may be negative
-    options["seed"] = None if seed is None else seed % 2**64
-    top_k = fields.integer("top_k", -1, MAX_UINT32)
-    options["top_k"] = 0 if top_k == -1 else top_k  # off, as vLLM has it
+    wrong: list[HttpError] = []
+    for name, low, high in _OF_OTHER_RANGES:
+        try:
+            options[name] = fields.integer(name, low, high)
+        except HttpError as error:
+            wrong.append(error)
+    if wrong:
+        try:
+            check_sampling(options)
+        except InvalidRequestError as error:  # those that are wrong, too
+            wrong.append(http_error(error, lambda field: field_name(field, names)))
+        raise joined(wrong)
+    if options["seed"] is not None:
+        options["seed"] %= 2**64
+    if options["top_k"] == -1:
+        options["top_k"] = 0
     return cast(SamplingOptions, options)
 
 

@@ -217,6 +217,16 @@ def test_a_bad_value_is_refused_alike_by_both_front_ends(
     assert_within(max(seconds), on_this_host(AT_ONCE_S))
 
 
+def test_all_wrong_sampling_options_of_a_request_are_named_at_once(served: Gateway) -> None:
+    wrong = {"temperature": -1, "top_k": -2, "seed": "x", "min_p": 2}
+    body = json.dumps({"prompt": "BAD", **wrong})
+    answer = exchange(served.host_and_port, request(TEXT, body))
+
+    assert answer.status == 400
+    lines = answer.error["message"].splitlines()
+    assert {line.partition(": found ")[0] for line in lines} == wrong.keys()
+
+
 def test_a_constraint_that_only_a_worker_finds_too_large_is_refused_alike(
     served: Gateway, channel: grpc.Channel
 ) -> None:
