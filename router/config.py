@@ -158,7 +158,7 @@ class RouterConfig:
     page_pressure_s: float = option(
         0.5, "Cost of a decode worker whose pages are all referenced.", at_least=0
     )
-    nccl_bytes_per_s: float = option(
+    gpu_bytes_per_s: float = option(
         150e9, "Rate of pages between GPUs, whether CUDA IPC or NCCL moves them.", above=0
     )
     tcp_bytes_per_s: float = option(1e9, "Rate of pages over a network of 10 Gbit/s.", above=0)

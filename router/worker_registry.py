@@ -389,11 +389,11 @@ class WorkerRegistry:
         )
 
     def _receive_s_per_token(self, info: WorkerInfo) -> float:
-        between_gpus = self._config.nccl_bytes_per_s
+        config = self._config
         rates = {
-            "nccl": between_gpus,
-            "cuda_ipc": between_gpus,
-            "tcp": self._config.tcp_bytes_per_s,
+            "nccl": config.gpu_bytes_per_s,
+            "cuda_ipc": config.gpu_bytes_per_s,
+            "tcp": config.tcp_bytes_per_s,
         }
         rate = rates.get(info.transports[0]) if info.transports else None
         return info.page_bytes / info.model.page_size / rate if rate else 0.0

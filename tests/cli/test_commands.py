@@ -62,11 +62,11 @@ FLAGS = {
         --router-coalesce-ms --router-connect-timeout-s
         --router-dead-after-s --router-decode-load-s --router-default-min-p
         --router-default-repetition-penalty --router-default-temperature --router-default-top-k
-        --router-default-top-p --router-forget-dead-after-s
+        --router-default-top-p --router-forget-dead-after-s --router-gpu-bytes-per-s
         --router-max-active-requests --router-max-backlog-s --router-max-connections
         --router-max-expected-wait-s --router-max-index-pages --router-max-prefill-candidates
         --router-max-prompt-chars --router-max-resumptions --router-metrics-port
-        --router-nccl-bytes-per-s --router-new-work-weight --router-page-pressure-s
+        --router-new-work-weight --router-page-pressure-s
         --router-prefill-tokens-per-s
         --router-reconnect-delay-s --router-request-timeout-s --router-resume-wait-s
         --router-retry-delay-s --router-slow-client-timeout-s --router-speculative-ttl-s
