@@ -274,6 +274,7 @@ def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
         dtype=config.dtype,
         deterministic=config.deterministic,
         num_seats=config.decode_worker.max_running_sequences if is_decode else 0,
+        max_step_tokens=_of_worker(config, worker_id).max_step_tokens,
         page_size=config.page_size,
         num_pages=own.num_pages,
         gpu_memory_fraction=own.gpu_memory_fraction,

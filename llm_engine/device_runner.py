@@ -21,6 +21,7 @@ from llm_engine.device_batch import DeviceBatch
 from llm_engine.engine import ReadResult
 from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.forward_batch import HostBatch, build_host_batch, send_batch
+from llm_engine.limits import MAX_RECORDED_TOKENS
 from llm_engine.model_config import ModelConfig
 from llm_engine.prompt_graphs import GraphedPrompts, SentPrompts
 from llm_engine.sampler_triton import ReadTokens, TritonSampler, read_later
@@ -145,19 +146,27 @@ def make_device_runner(
     attention: AttentionBackend,
     *,
     num_seats: int,
+    max_step_tokens: int = MAX_RECORDED_TOKENS,
     records_prompts: bool = True,
 ) -> DeviceRunner:
     """Make the runner of a decoder whose attention uses Triton kernels.
 
     Args:
         num_seats: Most sequences that decode at once; 0: slices only.
+        max_step_tokens: Most tokens of a step.
         records_prompts: Whether to record passes of prompt tokens, too.
     """
     assert isinstance(attention, TritonAttention), "recorded steps need its plans"
     page_size = storage.layout.page_size
     prompts = None
     if records_prompts:
-        prompts = GraphedPrompts(decoder, attention, page_size=page_size, device=storage.device)
+        prompts = GraphedPrompts(
+            decoder,
+            attention,
+            page_size=page_size,
+            device=storage.device,
+            max_step_tokens=max_step_tokens,
+        )
     if num_seats == 0:
         return DeviceRunner(storage, decoder, None, None, prompts)
     max_tokens = min(config.max_context_tokens, storage.num_pages * page_size)

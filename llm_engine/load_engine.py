@@ -23,7 +23,7 @@ from llm_engine.engine import Engine, Runner
 from llm_engine.errors import NotEnoughMemory
 from llm_engine.host_runner import HostRunner
 from llm_engine.kernel_shapes import check_kernel_shapes
-from llm_engine.limits import MAX_SEATS
+from llm_engine.limits import MAX_RECORDED_TOKENS, MAX_SEATS
 from llm_engine.load_progress import LoadProgress, ReportLoaded
 from llm_engine.memory_plan import MemoryPlan
 from llm_engine.model_config import DTYPES, ModelConfig
@@ -57,6 +57,7 @@ def load_engine(
     attention: AttentionName = "auto",
     deterministic: bool = True,
     num_seats: int = 256,
+    max_step_tokens: int = MAX_RECORDED_TOKENS,
     memory: MemoryPlan | None = None,
     report_loaded: ReportLoaded = lambda done_bytes, total_bytes: None,
 ) -> Engine:
@@ -74,6 +75,7 @@ def load_engine(
             token the same bits in any batch; False leaves it to torch, which may be faster.
         num_seats: Most sequences that decode at once, 0 to MAX_SEATS; with 0 the engine computes
             only slices.
+        max_step_tokens: Most tokens of a step; for more, no pass of prompt tokens is recorded.
         memory: Budget of "auto"; default: that of MemoryPlan.
         report_loaded: Called now and then with the progress of the weights, unless they load at
             once.
@@ -135,7 +137,7 @@ def load_engine(
     decoder = Decoder(config, weights, backend, operations)
     runner: Runner
     if uses_triton and device.type == "cuda":
-        runner = _device_runner(config, storage, decoder, backend, num_seats)
+        runner = _device_runner(config, storage, decoder, backend, num_seats, max_step_tokens)
     else:
         runner = HostRunner(storage, decoder)
     engine = Engine(config, storage, decoder, runner)
@@ -258,11 +260,19 @@ def _device_runner(
     decoder: Decoder,
     attention: AttentionBackend,
     num_seats: int,
+    max_step_tokens: int,
 ) -> Runner:
     from llm_engine.device_runner import make_device_runner
 
     with torch.cuda.device(storage.device):
-        return make_device_runner(config, storage, decoder, attention, num_seats=num_seats)
+        return make_device_runner(
+            config,
+            storage,
+            decoder,
+            attention,
+            num_seats=num_seats,
+            max_step_tokens=max_step_tokens,
+        )
 
 
 def _digest_kernel() -> DigestKernel:

@@ -27,13 +27,14 @@ from attn_kernels.tiles import PlanBuffer
 from kv_cache.layout import num_pages_for
 from llm_engine.attention_triton import TritonAttention
 from llm_engine.forward_batch import ForwardBatch, HostBatch, build_host_batch
+from llm_engine.limits import MAX_RECORDED_TOKENS
 from llm_engine.recordings import Recordings
 from llm_engine.sampling import SequenceSlice
 from llm_engine.transformer import Decoder
 
 # Tokens of a recording. Up to 64 all take the same time, that of reading the weights once. Above,
 # matrix tiles have 64 rows or more. The last size is that of a full step of a prefill worker.
-NUM_TOKENS = (1, 4, 16, *range(64, 768, 64), *range(768, 2049, 128))
+NUM_TOKENS = (1, 4, 16, *range(64, 768, 64), *range(768, MAX_RECORDED_TOKENS + 1, 128))
 NUM_TOKENS_BESIDE = (16, 64, 256)  # of a recording that decodes as well
 MAX_SLICES = 256
 MAX_PAGES = 1 << 16  # of all slices
@@ -63,6 +64,7 @@ class GraphedPrompts:
         attention: The attention of the decoder.
         page_size: The page size of the pool.
         device: The device of the pool.
+        max_step_tokens: Most tokens of a step; larger recordings are of no use.
     """
 
     def __init__(
@@ -72,11 +74,13 @@ class GraphedPrompts:
         *,
         page_size: int,
         device: torch.device,
+        max_step_tokens: int,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
         self._page_size = page_size
-        max_tokens = NUM_TOKENS[-1]
+        self._sizes = NUM_TOKENS[: bisect_left(NUM_TOKENS, max_step_tokens) + 1]
+        max_tokens = max(self._sizes[-1], NUM_TOKENS_BESIDE[-1])
         self._prefill = attention.prefill_of(
             PrefillCapacity(max_tokens=max_tokens, max_requests=MAX_SLICES)
         )
@@ -94,7 +98,7 @@ class GraphedPrompts:
     def warm_up(self, max_tokens: int) -> None:
         """Record passes of all sizes, up to a sequence length; overwrites page 0."""
         # The largest first: the others fit into its working memory.
-        for size in reversed(NUM_TOKENS[: bisect_right(NUM_TOKENS, max_tokens)]):
+        for size in reversed(self._sizes[: bisect_right(self._sizes, max_tokens)]):
             for _ in range(2):  # launched, then recorded
                 self.hidden_states(self._any_batch(size))
 
@@ -105,7 +109,7 @@ class GraphedPrompts:
 
     def takes(self, batch: HostBatch) -> bool:
         """Return whether a batch has only prompt tokens, and few enough."""
-        return self._fits(batch, NUM_TOKENS[-1])
+        return self._fits(batch, self._sizes[-1])
 
     def takes_beside(self, batch: HostBatch) -> bool:
         """Return whether a batch that it takes is small enough for the pass of decodes."""
@@ -122,7 +126,7 @@ class GraphedPrompts:
     def hidden_states(self, batch: HostBatch) -> Tensor:
         """Compute a batch that `takes` accepts; return [T, D], valid until the next call."""
         num_tokens = batch.of_tokens.shape[1]
-        size = NUM_TOKENS[bisect_left(NUM_TOKENS, num_tokens)]
+        size = self._sizes[bisect_left(self._sizes, num_tokens)]
         sent = self._send(batch, size)
         self._attention.plan_prompts(sent, self._prefill)
 

@@ -211,6 +211,7 @@ def _load(
         dtype=settings.dtype,
         deterministic=settings.deterministic,
         num_seats=settings.num_seats,
+        max_step_tokens=settings.max_step_tokens,
         memory=MemoryPlan(
             cuda_free_fraction=settings.gpu_memory_fraction,
             workers_per_gpu=settings.workers_per_gpu,

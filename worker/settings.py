@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from credentials.config import TlsSettings
+from llm_engine.limits import MAX_RECORDED_TOKENS
 from observability.tracing import TracingConfig
 from options.kept_by_name import kept_by_name
 from options.ports import ANY_PORT, FreePorts
@@ -32,6 +33,7 @@ class WorkerSettings:
     host: str  # address that the worker binds and is reached at; empty: as by_host says
     log_level: str
     log_format: str  # "text" or "json"
+    max_step_tokens: int = MAX_RECORDED_TOKENS  # see load_engine
     by_host: HostOptions = field(default_factory=HostOptions)  # counts where host is empty
     ports: FreePorts = ANY_PORT  # from which its servers take theirs
     metrics_ports: FreePorts | None = None  # for its metrics; None: nobody can read them here

@@ -169,8 +169,9 @@ def test_what_a_pool_has_otherwise_reaches_its_workers_and_no_others():
         found[name] = (
             needs_of(started, name),
             (own.num_pages, own.gpu_memory_fraction, own.cpu_pages_bytes, own.num_seats),
-            _of_worker(started.config, name).max_step_tokens,
+            own.max_step_tokens,
         )
+        assert _of_worker(started.config, name).max_step_tokens == own.max_step_tokens
 
     assert found == {
         "prefill-0": ({"GPU": 1.0}, (0, 0.85, 256 * 2**20, 0), 300),

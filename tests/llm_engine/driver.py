@@ -245,7 +245,7 @@ def small_engine(
     )
 
 
-def recording(engine: Engine, *, num_seats: int, records_prompts: bool = True) -> Engine:
+def recording(engine: Engine, *, num_seats: int, **options: Any) -> Engine:
     """Return an engine over the same pages that records passes and runs ahead of the host."""
     runner = make_device_runner(
         engine.config,
@@ -253,7 +253,7 @@ def recording(engine: Engine, *, num_seats: int, records_prompts: bool = True) -
         engine.decoder,
         engine.decoder._attention,
         num_seats=num_seats,
-        records_prompts=records_prompts,
+        **options,
     )
     return Engine(engine.config, engine.storage, engine.decoder, runner)
 

@@ -12,6 +12,7 @@ from llm_engine import (
 )
 from llm_engine.attention_triton import TritonAttention
 from llm_engine.engine import Engine
+from llm_engine.limits import MAX_RECORDED_TOKENS
 from llm_engine.prompt_graphs import GraphedPrompts
 from llm_engine.sampling import SamplingParams
 from prefill_worker.config import PrefillConfig
@@ -51,7 +52,7 @@ def engine(
 
 def test_a_full_step_of_a_prefill_worker_is_the_largest_recording() -> None:
     assert list(ALL_SIZES) == sorted(set(ALL_SIZES))
-    assert ALL_SIZES[-1] == PrefillConfig().max_step_tokens
+    assert ALL_SIZES[-1] == PrefillConfig().max_step_tokens == MAX_RECORDED_TOKENS
 
 
 def prompts_of(engine: Engine) -> GraphedPrompts:
@@ -146,6 +147,21 @@ def test_passes_of_all_sizes_are_recorded_before_service(
     for size, each in zip(SIZES, expected, strict=True):
         assert_equal(results_of(ahead, sequences_of(size)), each)
     assert recorder.num_repeated == 4
+
+
+def test_no_pass_of_more_tokens_than_a_step_has_is_recorded(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(recording(engine, num_seats=0, max_step_tokens=10))
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        prompts, "hidden_states", lambda batch: sizes.append(batch.of_tokens.shape[1])
+    )
+
+    prompts.warm_up(max_tokens=100)
+
+    assert sizes == [16, 16, 4, 4]  # 10 are padded to 16; launched, then recorded
+    assert not prompts.takes(prompts._any_batch(17))
 
 
 def test_a_pass_that_memory_does_not_suffice_to_record_is_launched_as_before(
