@@ -53,6 +53,9 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume", action="store_true", help="keep the results in --out and measure the rest"
     )
+    parser.add_argument(
+        "--repeats", type=int, help="repetitions of a case; default: those of the scale"
+    )
     return parser
 
 
@@ -79,13 +82,7 @@ def cluster_arguments(description: str | None) -> argparse.ArgumentParser:
         help="option of every cluster's configuration, as `pagewire serve --help` lists them",
     )
     parser.add_argument("--scale", choices=sorted(SCALES), default="full")
-    parser.add_argument(
-        "--repeats", type=int, help="repetitions of a case; default: those of the scale"
-    )
     parser.add_argument("--clients", type=int, default=8, help="client processes")
-    parser.add_argument(
-        "--routers", type=int, default=1, help="routers, among which the clients are divided"
-    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--commit", default="", help="commit to record; default: that of this repository"
@@ -99,7 +96,7 @@ def end_in_order() -> None:
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
-    """Return the requested sizes of a run."""
+    """Return the requested sizes of a run of cases."""
     sizes = SCALES[options.scale]
     return replace(sizes, repeats=options.repeats or sizes.repeats)
 
@@ -145,7 +142,8 @@ def results_of(
         SystemExit: The file to resume is of other hardware or another configuration.
     """
     head = conditions(program, options.commit)
-    head["configuration"] = configuration_of(options, clusters)
+    repeats = sizes_of(options).repeats
+    head["configuration"] = configuration_of(options, clusters) | {"repeats": repeats}
     try:
         return ResultFile(options.out, head, derive=derive, resumes=options.resume)
     except ValueError as error:
@@ -158,7 +156,6 @@ def configuration_of(options: argparse.Namespace, clusters: Mapping[str, Cluster
         "shape": options.shape,
         "device": options.device,
         "scale": options.scale,
-        "repeats": sizes_of(options).repeats,
         "clients": options.clients,
         "seed": options.seed,
         "clusters": {

@@ -231,7 +231,11 @@ def time_start(spec: ClusterSpec, name: str, clock: Clock) -> Row:
 
 def main() -> None:
     """Run from the command line."""
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--routers", type=int, default=1, help="routers, among which the clients are divided"
+    )
+    options = parser.parse_args()
     measured = measured_cases()
     names = [COLD, WARM, *measured, *(f"aggregated/{name}" for name in measured)]
     chosen = selected(names, options.cases)

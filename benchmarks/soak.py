@@ -32,13 +32,13 @@ from benchmarks.measured_host import conditions, gpu_memory_of
 from benchmarks.prompts import Seeds, Segment, StreamSpec
 from benchmarks.result_file import ResultFile, say
 from benchmarks.run_arguments import (
+    SCALES,
     Sizes,
     cluster_arguments,
     cluster_options,
     configuration_of,
     end_in_order,
     model_of,
-    sizes_of,
 )
 from benchmarks.served_cluster import ClusterSpec
 from benchmarks.stream_statistics import Row, StreamRecord, percentile, work_done
@@ -231,7 +231,7 @@ def main() -> None:
     clock = Clock(options.deadline_s, options.seed)
     try:
         with start(spec, name, clock) as cluster, ClientProcesses(options.clients) as clients:
-            run = Run(cluster, clients, sizes_of(options), clock)
+            run = Run(cluster, clients, SCALES[options.scale], clock)
             soak(run, results, options.minutes, options.streams)
     except OutOfTime:
         say("the deadline has passed")

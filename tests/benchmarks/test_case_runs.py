@@ -1,12 +1,14 @@
 """What a result file has after runs that end, fail, are cut off and are taken up again."""
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import disaggregation, soak
 from benchmarks.case_runs import Case, CaseFailed, Clock, run_cases, selected
 from benchmarks.result_file import ResultFile
 from benchmarks.run_arguments import SCALES
@@ -133,3 +135,24 @@ def test_a_small_scale_keeps_single_streams_single() -> None:
     assert (small.streams(1), small.streams(8), small.streams(256)) == (1, 2, 16)
     assert (small.tokens(128), small.tokens(8192), small.tokens(32_768)) == (16, 512, 2048)
     assert SCALES["full"].tokens(32_768) == 32_768
+
+
+@pytest.mark.parametrize(
+    ("program", "argument"),
+    [
+        (disaggregation.main, "--routers"),
+        *((soak.main, each) for each in ("--cases", "--repeats", "--routers")),
+    ],
+)
+def test_a_program_refuses_arguments_that_it_would_ignore(
+    program: Callable[[], None],
+    argument: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program", argument, "2"])
+
+    with pytest.raises(SystemExit):
+        program()
+
+    assert f"unrecognized arguments: {argument} 2" in capsys.readouterr().err
