@@ -6,6 +6,7 @@ Ray imports this wherever an actor is placed, so what serves is imported where i
 import asyncio
 import logging
 import os
+import warnings
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -131,7 +132,9 @@ class WorkerActor(ABC, Generic[Config]):
 
     async def _was_ready(self) -> bool:
         call: Any = self._controller.was_ready.remote(self._settings.worker_id)
-        is_another = ray.get_runtime_context().was_current_actor_reconstructed
+        # Ray's property uses a deprecated one of its own, and warns every user of a cluster of it.
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            is_another = ray.get_runtime_context().was_current_actor_reconstructed
         timeout_s = ANNOUNCE_TIMEOUT_S if is_another else CONTROLLER_START_S
         try:
             return bool(await asyncio.wait_for(call, timeout_s))

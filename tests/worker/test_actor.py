@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import threading
+import warnings
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +64,20 @@ class Actor(WorkerActor[None]):
         raise AssertionError("nothing is loaded")
 
 
+class OwnContext:
+    """What Ray tells an actor of itself."""
+
+    is_another = False
+
+    def get_node_id(self) -> str:
+        return "id"
+
+    @property
+    def was_current_actor_reconstructed(self) -> bool:
+        warnings.warn("Use get_actor_id() instead", DeprecationWarning, stacklevel=1)
+        return self.is_another
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     (tmp_path / "plain").mkdir()
@@ -75,7 +90,7 @@ def controller(model: Path, monkeypatch: pytest.MonkeyPatch) -> FakeController:
     controller = FakeController(model)
     monkeypatch.setattr(ray, "get_actor", lambda name: controller)
     monkeypatch.setattr(ray, "nodes", lambda: [{**NODE, "NodeID": "other"}, NODE])
-    own = SimpleNamespace(get_node_id=lambda: "id", was_current_actor_reconstructed=False)
+    own = OwnContext()
     monkeypatch.setattr(ray, "get_runtime_context", lambda: own)
     monkeypatch.setattr(module, "_import_engine", lambda: None)  # it takes seconds
     have_interfaces(monkeypatch, {"eth0": ["10.0.0.2"], "eth1": ["10.1.0.2"]})
@@ -215,6 +230,7 @@ def test_a_worker_whose_interface_has_gone_is_started_again_by_ray(
     assert started == []
 
 
+@pytest.mark.filterwarnings("error")  # users would see Ray's own
 def test_on_a_ray_of_our_own_nothing_differs_by_host(
     model: Path, controller: FakeController, started: list[tuple[str, Path]]
 ) -> None:
@@ -237,7 +253,7 @@ def test_only_a_first_start_waits_for_a_controller_that_starts_beside_it(
         return False
 
     controller.was_ready = SimpleNamespace(remote=lambda *_: answer())
-    monkeypatch.setattr(ray.get_runtime_context(), "was_current_actor_reconstructed", is_another)
+    monkeypatch.setattr(ray.get_runtime_context(), "is_another", is_another)
     monkeypatch.setattr(module, "ANNOUNCE_TIMEOUT_S", 0.0)
 
     start(model)
