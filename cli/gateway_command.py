@@ -72,7 +72,9 @@ def gateway(
 ) -> None:
     """Serve OpenAI's HTTP API in front of running routers.
 
-    Ctrl-C or SIGTERM ends it. `pagewire serve` starts its own gateway; see --http-port there.
+    Ctrl-C or SIGTERM ends it. It is ready once a router has a decode worker that takes requests,
+    and waits for that without a limit. `pagewire serve` starts its own gateway; see --http-port
+    there.
     """
     try:
         for each in router:
@@ -128,7 +130,7 @@ async def _serve(
     routers = f"the {name} at {', '.join(router)}"
 
     async def tell_ready() -> None:
-        await server.wait_for_router(lambda reason: say(f"waiting for {routers}: {reason}"))
+        await server.wait_ready(lambda reason: say(f"waiting for {routers}: {reason}"))
         url = f"{http_scheme(config)}://{address}"
         say(f"ready: HTTP on {url}/v1, chat page at {url}/, for {routers}")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from http_gateway.errors import SERVER, HttpError
 from http_gateway.exchange import Exchange
-from http_gateway.wire import RouterLink
+from http_gateway.wire import NO_WORKER, RouterLink
 from observability.cluster_metrics import expose_cluster
 from observability.request_metrics import CONTENT_TYPE
 from pagewire import AuthenticationError, PagewireError
@@ -29,8 +29,7 @@ class Probes:
     async def ready(self, exchange: Exchange, _: dict[str, Any]) -> None:
         """Report whether a request would find a worker."""
         if not await self._link.is_serving():
-            message = "no decode worker takes requests"
-            raise HttpError(503, message, kind=SERVER, code="unavailable")
+            raise HttpError(503, NO_WORKER, kind=SERVER, code="unavailable")
         await exchange.answer_json({"status": "ready"})
 
     async def metrics(self, exchange: Exchange, _: dict[str, Any]) -> None:

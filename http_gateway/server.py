@@ -102,10 +102,10 @@ class GatewayServer:
         log.info("gateway_listens", extra=fields(address=address))
         return address
 
-    async def wait_for_router(self, waits: Callable[[str], None]) -> None:
-        """Wait until a router answers; see RouterLink. Needs `start`."""
+    async def wait_ready(self, waits: Callable[[str], None]) -> None:
+        """Wait until a request would find a worker; see RouterLink. Needs `start`."""
         assert self._link is not None
-        await self._link.wait_for_router(waits)
+        await self._link.wait_ready(waits)
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more requests, give running answers `grace_s` seconds, then end them.

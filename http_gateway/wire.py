@@ -28,7 +28,8 @@ CALL_TIMEOUT_S = 10.0  # of calls that a router answers at once
 TOKENIZE_TIMEOUT_S = 60.0  # a router that starts waits for a worker's model, 30 s by default
 CALLER_FRESH_S = 2.0  # how long a router's answer to a caller is valid
 MOST_CALLERS = 1024  # that are known at a time
-LOOK_PERIOD_S = 1.0  # between two tries to reach a first router
+LOOK_PERIOD_S = 1.0  # between two looks whether a first router serves
+NO_WORKER = "no decode worker takes requests"
 
 INFERENCE_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -170,22 +171,24 @@ class RouterLink:
         self._routers.note_answer()
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def wait_for_router(self, waits: Callable[[str], None]) -> None:
-        """Wait until a router answers, though it may have no worker; the caller bounds the wait.
+    async def wait_ready(self, waits: Callable[[str], None]) -> None:
+        """Wait until a request would find a worker; the caller bounds the wait.
 
         Args:
-            waits: Gets the reason why none answers; called again for another kind of reason.
+            waits: Gets the reason why it would not; called again for another kind of reason.
         """
-        told: type[PagewireError] | None = None
+        told: type[PagewireError] | str = ""
         while True:
+            kind: type[PagewireError] | str
             try:
-                await self.is_serving()
+                if await self.is_serving():
+                    return
+                kind = reason = NO_WORKER
             except PagewireError as error:
-                if type(error) is not told:
-                    told = type(error)
-                    waits(error.message)
-            else:
-                return
+                kind, reason = type(error), error.message
+            if kind != told:
+                told = kind
+                waits(reason)
             await asyncio.sleep(LOOK_PERIOD_S)
 
     async def tokenize(

@@ -82,9 +82,9 @@ def test_it_may_open_as_many_files_as_the_system_allows():
     assert limits == (hard, hard)
 
 
-def test_it_is_ready_only_once_a_router_answers():
+def test_it_is_ready_only_once_a_router_answers_that_has_a_worker():
     with serving_in_thread(hello) as (router, service):
-        service.is_away = True
+        service.is_away, service.has_worker = True, False
         command = [sys.executable, "-m", "cli", "gateway", "--router", router, "--port", "0"]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -98,6 +98,8 @@ def test_it_is_ready_only_once_a_router_answers():
                 for path in ("/health", "/ready", "/metrics")
             }
             service.is_away = False
+            idle = process.stdout.readline()
+            service.has_worker = True
             ready = process.stdout.readline()
             after = exchange((host, int(port)), request("/ready", method="GET")).status
         finally:
@@ -105,6 +107,7 @@ def test_it_is_ready_only_once_a_router_answers():
             _, errors = process.communicate(timeout=20)
 
     assert waiting == f"waiting for the router at {router}: away\n"
+    assert idle == f"waiting for the router at {router}: no decode worker takes requests\n"
     assert answers == {"/health": 200, "/ready": 503, "/metrics": 503}
     assert ready == (
         f"ready: HTTP on http://{host}:{port}/v1, chat page at http://{host}:{port}/, "

@@ -30,6 +30,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
     and cancels came in each message: one, unless it `reads_more`, which it tells `headers_s` after
     a stream has begun. `cancelled`: a client was lost.
     `num_statuses` counts the calls of GetClusterStatus that it answers: not while it `is_away`.
+    Its health is that of a router that `has_worker`.
     `model` is what it serves, `cluster` what it knows of workers, `callers` who asked for the
     models, by the names in their certificates.
     """
@@ -45,6 +46,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
         self.callers: list[bytes] = []
         self.num_statuses = 0
         self.is_away = False
+        self.has_worker = True
         self.cluster = one_worker
         self.cancelled = asyncio.Event()
         self.model = inference_pb2.Model(
@@ -128,7 +130,8 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
     async def Check(self, request, context):  # noqa: N802
         if self.is_away:
             await abort(context, grpc.StatusCode.UNAVAILABLE, "away")
-        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+        status = health_pb2.HealthCheckResponse
+        return status(status=status.SERVING if self.has_worker else status.NOT_SERVING)
 
     async def GetClusterStatus(self, request, context):  # noqa: N802
         if self.is_away:
