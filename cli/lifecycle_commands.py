@@ -77,8 +77,8 @@ ToFlag = Annotated[
 def up(config: ClusterConfig) -> None:
     """Start a cluster that outlives this command.
 
-    Waits until it serves. If it already runs with this configuration, says so. `pagewire down` ends
-    it.
+    Waits until it serves. If it already runs with this configuration, says so, and how it has been
+    scaled since; other options are an error. `pagewire down` ends it.
     """
     prepare_ray(is_local=not config.ray_address)
     configure_logging(config.log_level, config.log_format)
