@@ -150,11 +150,13 @@ def gateway(*routers: str) -> Iterator[str]:
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
         try:
-            line = process.stdout.readline()
-            match = re.fullmatch(
-                r"ready: HTTP on http://(\S+)/v1, .* for the routers at .*\n", line
-            )
-            assert match, line
+            ready = r"ready: HTTP on http://(\S+)/v1, .* for the routers at .*\n"
+            said = []
+            for line in process.stdout:  # on a busy host it waits for them first
+                said.append(line)
+                if match := re.fullmatch(ready, line):
+                    break
+            assert match, said
             yield match[1]
         finally:
             process.kill()
