@@ -637,6 +637,33 @@ def test_a_client_that_leaves_cancels_at_the_worker_at_once(phase: str) -> None:
     run_virtual(main())
 
 
+def test_a_client_that_leaves_while_its_call_is_admitted_costs_no_worker_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        worker = ScriptedWorker("decode-0")
+        async with running_router(worker) as tested:
+            admission = tested.router.admission
+            admit = admission.admit
+
+            async def slow(asking: Any) -> Any:
+                await asyncio.sleep(0.5)
+                return await admit(asking)
+
+            monkeypatch.setattr(admission, "admit_at_once", lambda asking: None)
+            monkeypatch.setattr(admission, "admit", slow)
+            request = inference_pb2.GenerateRequest(token_ids=pack_token_ids([5, 6]))
+            call = tested.stub.Generate(request)
+            await wait_until(lambda: admission.num_active == 1)
+            call.cancel()
+            await asyncio.sleep(1.0)
+
+            assert not worker.submits
+            tested.check_idle()
+
+    run_virtual(main())
+
+
 def test_a_deadline_ends_the_call_and_the_work() -> None:
     async def main() -> None:
         worker = ScriptedWorker("decode-0", token_s=0.1)

@@ -19,7 +19,6 @@ from pagewire import AsyncClient, PagewireError
 from pagewire.protos import inference_pb2, inference_pb2_grpc
 from pagewire.protos.token_ids import unpack_token_ids
 from pagewire.routers import token_metadata
-from router.call import Call
 from router.dispatch import Dispatcher
 from router.tenants.registry import Tenants
 from router.tenants.turns import FairQueue
@@ -326,17 +325,6 @@ def test_nothing_is_held_for_calls_that_are_over(seed: int) -> None:
     assert violations(seed) == []
 
 
-def cancelled_call_goes_on(patch: pytest.MonkeyPatch) -> None:
-    """A call whose caller leaves is admitted all the same."""
-    right = Call._close
-
-    def wrong(self: Call, outcome: str) -> None:
-        self._admitting = None
-        right(self, outcome)
-
-    patch.setattr(Call, "_close", wrong)
-
-
 def stopped_stream_stays_at_its_worker(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Dispatcher, "_stop", lambda self, stream, error: stream.end(error))
 
@@ -348,7 +336,6 @@ def turn_of_a_caller_that_left_is_kept(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "seed", "says"),
     [
-        pytest.param(cancelled_call_goes_on, 5, "streams: ", marks=pytest.mark.thorough),
         (stopped_stream_stays_at_its_worker, 0, "microseconds of messages"),
         (turn_of_a_caller_that_left_is_kept, 0, "turns: "),
     ],
