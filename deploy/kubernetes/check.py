@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ import yaml
 from cluster.config import ClusterConfig
 from cluster.config_file import load_config
 from cluster.errors import ConfigError
+from credentials.door import is_loopback_host
 from options.yaml_text import YamlError, parse_yaml
 
 FILE = "kustomization.yaml"
 RENDER_TIMEOUT_S = 60.0
+# How long a cluster takes to end, besides stop_grace_s for the router and again for the workers.
+STOPPING_S = 35
 # Section |-> its fields in kustomize 5. Kustomize itself checks those of other sections.
 _GENERATOR = "name namespace behavior files literals envs env options"
 FIELDS = {
@@ -139,6 +142,8 @@ def rendered_faults(overlay: Path, kubectl: str) -> Iterator[str]:
             return
     for cluster in (each["spec"] for each in objects if each["kind"] == "RayCluster"):
         yield from _missing_places(config, cluster)
+        yield from _unlike_the_pods(config, cluster)
+    yield from _names_of_others(objects)
 
 
 def _idle(file: Path, written: Any, objects: list[Any], rendered: str) -> Iterator[str]:
@@ -173,6 +178,88 @@ def _missing_places(config: ClusterConfig, cluster: Any) -> Iterator[str]:
                 f"cluster.yaml: {pool}: found {number} workers; allowed: {places}, as many as the "
                 f"pods' {bound} give places of pagewire-{pool}"
             )
+
+
+def _unlike_the_pods(config: ClusterConfig, cluster: Any) -> Iterator[str]:
+    """Yield the options with which nobody reaches the pods, or which name what they lack."""
+    head = cluster["headGroupSpec"]["template"]["spec"]
+    workers = [each["template"]["spec"] for each in cluster["workerGroupSpecs"]]
+    if config.ray_address != "auto":
+        yield f"cluster.yaml: ray_address: found {config.ray_address!r}; allowed: 'auto'"
+    if config.host and is_loopback_host(config.host):
+        yield (
+            f"cluster.yaml: host: found {config.host!r}, which no other pod reaches; allowed: "
+            "'0.0.0.0'"
+        )
+    ports = _ports([head])
+    for option, name in (
+        ("port", "grpc"),
+        ("http_port", "http"),
+        ("controller_port", "controller"),
+    ):
+        if (found := getattr(config, option)) != ports.get(name, found):
+            yield (
+                f"cluster.yaml: {option}: found {found}; allowed: {ports[name]}, which is the head "
+                f"pod's port {name}; Services and probes have it, too"
+            )
+    if opened := sorted(at for name, at in _ports(workers).items() if "worker-metrics" in name):
+        metrics = list(config.metrics_ports.of_range) if config.metrics_ports else []
+        if metrics != opened:
+            yield (
+                f"cluster.yaml: worker_metrics_ports: found {config.worker_metrics_ports!r}; "
+                f"allowed: '{opened[0]}-{opened[-1]}', as the workers' pods open for metrics"
+            )
+    given = min(each["terminationGracePeriodSeconds"] for each in (head, *workers))
+    if 2 * config.stop_grace_s + STOPPING_S > given:
+        yield (
+            f"cluster.yaml: stop_grace_s: found {config.stop_grace_s:g}; allowed: up to "
+            f"{(given - STOPPING_S) / 2:g}, because Kubernetes kills the pods after their "
+            f"terminationGracePeriodSeconds, {given}"
+        )
+    (up,) = [each for each in head["containers"] if each["name"] == "up"]
+    empty = {each["name"] for each in head["volumes"] if "emptyDir" in each}
+    folders = [each["mountPath"] for each in up["volumeMounts"] if each["name"] not in empty]
+    for option, file in _files(config):
+        if not any(Path(file).is_relative_to(folder) for folder in folders):
+            yield (
+                f"cluster.yaml: {option}: found {file!r}; allowed: a path in a volume of the "
+                f"head's container up: {', '.join(folders)}"
+            )
+
+
+def _ports(pods: Iterable[Any]) -> dict[str, int]:
+    """Return the ports that pods open, by name."""
+    named = [port for pod in pods for each in pod["containers"] for port in each.get("ports", [])]
+    return {each["name"]: each["containerPort"] for each in named}
+
+
+def _files(config: ClusterConfig) -> Iterator[tuple[str, str]]:
+    """Yield the options that name files, and the files."""
+    front, tls = config.front_tls, config.tls
+    options = {
+        "model": str(config.model or ""),
+        "secret_file": config.secret_file,
+        "router.tenants_file": config.router.tenants_file,
+        "tls.certificate_file": tls.certificate_file,
+        "tls.key_file": tls.key_file,
+        "tls.authority_file": tls.authority_file,
+        "front_tls.certificate_file": front.certificate_file,
+        "front_tls.key_file": front.key_file,
+        "front_tls.client_authority_file": front.client_authority_file,
+    }
+    yield from ((option, file) for option, file in options.items() if file)
+
+
+def _names_of_others(objects: list[Any]) -> Iterator[str]:
+    """Yield the names of Services in certificates that are of another namespace."""
+    for each in objects:
+        ours = f".{each['metadata'].get('namespace')}.svc"
+        for name in each["spec"].get("dnsNames", []) if each["kind"] == "Certificate" else ():
+            if name.endswith(".svc") and not name.endswith(ours):
+                yield (
+                    f"Certificate {each['metadata']['name']}: dnsNames: found {name!r}; allowed: "
+                    f"names of the namespace, as in {name.partition('.')[0]}{ours}"
+                )
 
 
 def _beside(path: Path) -> str:

@@ -4,8 +4,10 @@ import shutil
 
 import pytest
 
-from deploy.kubernetes.check import main
+from cluster.launch import END_TIMEOUT_S, STOP_MARGIN_S
+from deploy.kubernetes.check import STOPPING_S, main
 from tests.deploy.kubectl import find_kubectl
+from tests.deploy.manifest_checks import STOP_SPARE_S
 from tests.deploy.test_kubernetes import KUBERNETES, OVERLAYS
 
 KUSTOMIZATION, CONFIG = "kustomization.yaml", "cluster.yaml"
@@ -61,6 +63,33 @@ def test_our_overlays_can_be_applied(name, capsys):
             "cluster.yaml, line 17: stop_grase_s: found an un",
         ),
         (CONFIG, "decode: 4", "decode: 5", "decode: found 5 workers; allowed: 4, as many as the p"),
+        (
+            CONFIG,
+            "port: 50051",
+            "port: 1",
+            "port: found 1; allowed: 50051, which is the head pod's",
+        ),
+        (CONFIG, "http_port: 8000", "http_port: 1", "http_port: found 1; allowed: 8000, which is"),
+        (CONFIG, "r_port: 50052", "r_port: 1", "controller_port: found 1; allowed: 50052, which"),
+        (CONFIG, "9401-9401", "9401-9402", "_ports: found '9401-9402'; allowed: '9401-9401', as"),
+        (CONFIG, "0.0.0.0", "127.0.0.1", "host: found '127.0.0.1', which no other pod reaches;"),
+        (CONFIG, "address: auto", "address: ray:6379", "ray_address: found 'ray:6379'; allowed: '"),
+        (CONFIG, "grace_s: 30", "grace_s: 43", "stop_grace_s: found 43; allowed: up to 42.5, beca"),
+        (CONFIG, "pagewire-secret/s", "s/s", "secret_file: found '/etc/s/secret'; allowed: a path"),
+        (CONFIG, "tls/ca.crt", "ca.crt", "tls.authority_file: found '/etc/pagewire-ca.crt'; all"),
+        (
+            KUSTOMIZATION,
+            "  - ../../components/tls\n",
+            "",
+            "tls.key_file: found '/etc/pagewire-tls/",
+        ),
+        (
+            KUSTOMIZATION,
+            "namespace: pagewire",
+            "namespace: new",
+            "Certificate pagewire-front-tls: dnsNames: found 'pagewire-grpc.pagewire.svc'; allowed"
+            ": names of the namespace, as in pagewire-grpc.new.svc",
+        ),
         ("raycluster.yaml", "Specs/0/replicas", "/0/replicas", "kustomize refuses it: "),
     ],
 )
@@ -70,6 +99,11 @@ def test_what_is_mistyped_is_told(production, file, old, new, told, capsys):
 
     assert checked(production) == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_time_to_stop_is_that_of_the_launcher():
+    sleeps_s = 5  # in the hook of the container up
+    assert sleeps_s + 2 * STOP_MARGIN_S + END_TIMEOUT_S + STOP_SPARE_S == STOPPING_S
 
 
 def test_other_folders_and_programs_are_refused(tmp_path, capsys):
