@@ -14,13 +14,14 @@ _CODE = re.compile(
 )
 _IMAGE = r"!\[[^\[\]]*\]\([^()\s]*\)"
 _LINK = re.compile(rf"(!?)\[((?:[^\[\]]|{_IMAGE})*)\]\(([^()\s]+)\)")
+_TAG = re.compile(r"<img\b[^>]*>")
 _LIST = re.compile(r"^(?![-*] |\d+\. |[\s|#>])(.+)\n(?=(?:[-*]|1\.) )", re.MULTILINE)
 _HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """An inline link or image."""
+    """An inline link or image, in Markdown or as the tag img."""
 
     text: str
     target: str  # as written: path, path#anchor, #anchor or URL
@@ -49,7 +50,12 @@ def replace_links(markdown: str, replace: Callable[[Link], str | None]) -> str:
             new = replace(link)
             return f"{match[1]}[{text}]({match[3]})" if new is None else new
 
-        return _LINK.sub(replaced, prose)
+        def replaced_tag(match: re.Match[str]) -> str:
+            given = dict(re.findall(r'(\w+)="([^"]*)"', match[0]))
+            new = replace(Link(text=given.get("alt", ""), target=given["src"], is_image=True))
+            return match[0] if new is None else new
+
+        return _TAG.sub(replaced_tag, _LINK.sub(replaced, prose))
 
     return _outside_code(markdown, changed)
 

@@ -39,6 +39,7 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
         "[a](there.md) [b](gone.md) [c](there.md#one-two-three) [d](there.md#no-heading)\n"
         "[`e`](gone.md#e) [![f](gone.svg)](there.md) [g\nh](gone/) `[i](code.md)` [j](#page)\n"
         "```\n[k](block.md)\n```\n[l](https://example.com/gone)\n"
+        '<img src="gone.png" width="360"\n  alt="m">\n'
     )
 
     inside = [link for link in find_links(page.read_text()) if not link.is_external]
@@ -46,19 +47,21 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
         link.target for link in inside if not (page.parent / link.target.partition("#")[0]).exists()
     ]
 
-    assert len(find_links(page.read_text())) == 10
-    assert missing == ["gone.md", "gone.md#e", "gone.svg", "gone/"]
+    assert len(find_links(page.read_text())) == 11
+    assert missing == ["gone.md", "gone.md#e", "gone.svg", "gone/", "gone.png"]
     assert "no-heading" not in anchors((tmp_path / "there.md").read_text())
     assert "one-two-three" in anchors((tmp_path / "there.md").read_text())
 
 
 def test_replacing_a_link_leaves_all_else_as_it_was() -> None:
-    text = "See [the `code`](a.md), `[not](a.md)` and ![image](a.md).\n"
+    text = 'See [the `code`](a.md), `[not](a.md)`, ![image](a.md) and <img src="a.md" alt="tag">.\n'
 
     def replace(link: Link) -> str | None:
-        return None if link.is_image else f"<{link.text}>"
+        return None if link.text == "image" else f"<{link.text}>"
 
-    assert replace_links(text, replace) == ("See <the `code`>, `[not](a.md)` and ![image](a.md).\n")
+    assert replace_links(text, replace) == (
+        "See <the `code`>, `[not](a.md)`, ![image](a.md) and <tag>.\n"
+    )
 
 
 def test_a_list_behind_a_paragraph_becomes_one_on_the_site() -> None:
