@@ -16,9 +16,12 @@ def told_if_public(path: object, mode: int) -> str:
         mode: Its `st_mode`.
     """
     mode = stat.S_IMODE(mode)
-    if not mode & (stat.S_IROTH | stat.S_IWOTH):
+    may = [verb for verb, bit in (("read", stat.S_IROTH), ("change", stat.S_IWOTH)) if mode & bit]
+    if not may:
         return ""
-    return f"{path} has mode {mode:04o}: other users of this host may read or change it; use 0640"
+    return (
+        f"{path} has mode {mode:04o}: all users of this host may {' and '.join(may)} it; use 0640"
+    )
 
 
 def warn_if_public(file: BinaryIO) -> None:

@@ -33,11 +33,13 @@ def tls_key(folder: Path) -> tuple[Path, Callable[[], object]]:
 
 
 @pytest.mark.parametrize("make", [secret, router_keys, tls_key])
-@pytest.mark.parametrize(("mode", "is_told"), [(0o600, False), (0o640, False), (0o644, True)])
+@pytest.mark.parametrize(
+    ("mode", "may"), [(0o600, ""), (0o640, ""), (0o644, "read"), (0o646, "read and change")]
+)
 def test_a_file_that_others_may_read_is_told_of(
     make: Callable[[Path], tuple[Path, Callable[[], object]]],
     mode: int,
-    is_told: bool,
+    may: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -47,5 +49,5 @@ def test_a_file_that_others_may_read_is_told_of(
 
     assert read()
 
-    told = f"{path} has mode 0644: other users of this host may read or change it; use 0640"
-    assert caplog.messages == ([told] if is_told else [])
+    told = f"{path} has mode {mode:04o}: all users of this host may {may} it; use 0640"
+    assert caplog.messages == ([told] if may else [])

@@ -177,7 +177,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, kind: str) -> None:
 def test_a_file_that_other_users_may_read_is_warned_of(tmp_path: Path) -> None:
     text = f"acme: {{token_hashes: [{A}]}}"
 
-    assert "mode 0644: other users" in read_tenants(written(tmp_path, text, 0o644)).warning
+    assert "mode 0644: all users" in read_tenants(written(tmp_path, text, 0o644)).warning
     assert not read_tenants(written(tmp_path, text, 0o440)).warning
 
 
