@@ -15,7 +15,7 @@ PROBE_S = 1.0  # for a router to greet
 
 _NAME = re.compile(r"[\w-]+(?:\.[\w-]+)*|[\da-fA-F:.]+", re.ASCII)
 
-_IN_CLEAR = "takes connections over TLS only, and this one is in clear; see tls, or --tls"
+_IN_CLEAR = "takes connections over TLS only, and this one is in clear; use tls=Tls(), or --tls"
 _NO_TLS = "does not speak TLS, but this client does; connect without TLS"
 _NO_CERTIFICATE = (
     "requires from each client a certificate of an authority that it trusts; see "

@@ -43,6 +43,8 @@ from pagewire.types import (
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 NO_GRPC = "Failed parsing HTTP/2"  # gRPC's words for HTTP/1.1, SSH and others
 # gRPC's words for a connection that could not be made, or broke
+# What gRPC puts before the reason: that other addresses failed, too, and the address once more.
+_LAST_ERROR = re.compile(r"failed to connect .*last error: \w+: ipv\S+ (?:Failed to .*?: )?")
 _UNREACHED = ("failed to connect", "DNS resolution failed", "Socket closed", "Stream removed")
 _STOPS = "ROUTER_STOPS"  # reason of a router's UNAVAILABLE
 _TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")  # gRPC's words
@@ -311,7 +313,7 @@ def error_from(
                 # A router has all methods; a server without one is a worker or not Pagewire.
                 told = f"{other}, or one older than this client: it lacks the method"
             elif message.startswith(_UNREACHED):
-                told = f"no connection to {address}: {message}"
+                told = f"no connection to {address}: {_LAST_ERROR.sub('', message)}"
             else:
                 told = f"{address} is unavailable: {message}"
             is_other = NO_GRPC in message or code is grpc.StatusCode.UNIMPLEMENTED

@@ -62,7 +62,7 @@ WANTS = (
     "requires from each client a certificate of an authority that it trusts; see tls.certificate"
 )
 FAULTS = {
-    "in clear": "takes connections over TLS only, and this one is in clear; see tls, or --tls",
+    "in clear": "takes connections over TLS only, and this one is in clear; use tls=Tls(), or --",
     "in clear where certificates are wanted": "takes connections over TLS only, and this one is in",
     "over TLS to a server in clear": "does not speak TLS, but this client does; connect without "
     "TLS",
@@ -175,7 +175,7 @@ def test_the_command_line_takes_files_and_tells_what_is_wrong(authority: Authori
     assert in_clear.returncode == public.returncode == 1
     assert in_clear.stderr == (
         f"error: the router at {address} takes connections over TLS only, and this one is in "
-        "clear; see tls, or --tls\n"
+        "clear; use tls=Tls(), or --tls\n"
     )
     assert "shows a certificate that is not trusted" in public.stderr
     assert half.returncode == 2
