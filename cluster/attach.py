@@ -96,6 +96,8 @@ def _none_of_up() -> str:
             f"; `pagewire serve` runs one at {served}, which keeps its workers and ends with "
             "Ctrl-C: start one that can be changed with `pagewire up`"
         )
+    else:
+        told += "; give --ray-address for one on a Ray that it did not start"
     return told
 
 

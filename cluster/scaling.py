@@ -275,7 +275,10 @@ def _reason(role: str, found: Collection[str]) -> str:
     if role == "prefill" and not found:
         return "the cluster was started without prefill workers; to change that, start it again"
     if role == "prefill":
-        return "the last prefill worker must stay; to do without it, start the cluster again"
+        return (
+            "the last prefill worker must stay; to do without it, `pagewire down`, then "
+            "`pagewire up --prefill 0`"
+        )
     return "the last decode worker must stay, or nothing is served"
 
 

@@ -218,8 +218,9 @@ def test_a_worker_that_moves_gets_the_lowest_free_name_of_the_other_pool():
             "prefill-0",
             "decode",
             workers("prefill-0", "decode-0"),
-            "prefill-0 cannot be moved: the last prefill worker must stay; to do without it, start "
-            "the cluster again; add one first with `pagewire scale --prefill 2`",
+            "prefill-0 cannot be moved: the last prefill worker must stay; to do without it, "
+            "`pagewire down`, then `pagewire up --prefill 0`; add one first with "
+            "`pagewire scale --prefill 2`",
         ),
         (
             "decode-0",

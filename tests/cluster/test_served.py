@@ -52,7 +52,10 @@ def test_what_a_killed_serve_has_left_does_not_count_and_goes_with_the_next_one(
 
 def test_commands_for_a_cluster_of_up_say_that_serve_runs_one():
     told = "^no cluster that `pagewire up` started runs on this host"
-    with pytest.raises(NotRunning, match=f"{told}$"), attach.attached(""):
+    with (
+        pytest.raises(NotRunning, match=f"{told}; give --ray-address for one"),
+        attach.attached(""),
+    ):
         pass
     with (
         published(PLAIN),
