@@ -30,7 +30,7 @@ from cluster.host_facts import SHM_PATH, HostFacts
 from cluster.model_folder import check_kernels, check_model_folder
 from cluster.own_address import check_interfaces, with_own_host
 from cluster.port_need import check_port_ranges
-from cluster.port_owner import ROUTER_TIMEOUT_S, is_router
+from cluster.port_owner import ROUTER_TIMEOUT_S, is_own_cluster, is_router
 from cluster.preflight import check_http_port_free
 from pagewire.protos.pem import client_context, read_pem, utc
 from protos.addresses import join_address
@@ -301,7 +301,7 @@ def check_port(config: ClusterConfig) -> Finding:
         remedy = "pagewire serve --host 127.0.0.1"
         return Finding(check="port", level="fail", found=str(error), remedy=remedy)
     except PlacementError as error:
-        if _is_router(config, address):
+        if _is_router(config, address) or is_own_cluster(host, port):
             found = f"a running Pagewire router has {address}; another one needs another --port"
             return Finding(check="port", level="ok", found=found)
         remedy = f"pagewire serve --port 0; `ss -ltnp 'sport = :{port}'` shows who listens there"
@@ -336,7 +336,7 @@ def check_http_port(config: ClusterConfig) -> Finding:
         remedy = "pagewire serve --host 127.0.0.1"
         return Finding(check=name, level="fail", found=str(error), remedy=remedy)
     except PlacementError as error:
-        if _is_gateway(config):
+        if _is_gateway(config) or is_own_cluster(host, port):
             found = f"a running gateway has {host}:{port}; another one needs another --http-port"
             return Finding(check=name, level="ok", found=found)
         who = f"`ss -ltnp 'sport = :{port}'` shows who listens there"

@@ -30,6 +30,19 @@ def port_owner(host: str, port: int) -> str:
     return ""
 
 
+def is_own_cluster(host: str, port: int) -> bool:
+    """Return whether a cluster that this user started on this host listens.
+
+    Args:
+        host: An IP address of this host.
+        port: A port of that host.
+    """
+    with suppress(psutil.Error):
+        if process := _listener(host, port):
+            return bool(_cluster_of(process))
+    return False
+
+
 def is_router(address: str, tls: Tls | None) -> bool:
     """Return whether a router answers; it does so even while it waits for workers.
 
@@ -59,6 +72,17 @@ def _listener(host: str, port: int) -> psutil.Process | None:
 
 
 def _told(process: psutil.Process) -> str:
+    if cluster := _cluster_of(process):
+        return cluster
+    words = filter(None, process.cmdline())  # those of Ray's processes have many empty ones
+    command = " ".join(shlex.join(words).split()) or process.name()  # in one line
+    if len(command) > MOST_SHOWN_CHARS:
+        command = f"{command[:MOST_SHOWN_CHARS]}..."
+    return f"process {process.pid} ({command})"
+
+
+def _cluster_of(process: psutil.Process) -> str:
+    """Return the cluster of this user to which a process belongs, and what ends it."""
     pids = {process.pid, *(each.pid for each in process.parents())}
     head = find_head()
     if head is not None and head.pid in pids:
@@ -67,8 +91,4 @@ def _told(process: psutil.Process) -> str:
         if served.pid in pids:
             which = f"process {served.pid}, router at {served.address}"
             return f"`pagewire serve` ({which}), which Ctrl-C ends"
-    words = filter(None, process.cmdline())  # those of Ray's processes have many empty ones
-    command = " ".join(shlex.join(words).split()) or process.name()  # in one line
-    if len(command) > MOST_SHOWN_CHARS:
-        command = f"{command[:MOST_SHOWN_CHARS]}..."
-    return f"process {process.pid} ({command})"
+    return ""

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from cluster import doctor
 from cluster import port_owner as module
+from cluster.config import ClusterConfig
 from cluster.devices import check_port_free
 from cluster.errors import PlacementError
 from cluster.local_head import LocalHead
@@ -84,6 +86,20 @@ def test_a_process_of_up_is_told_with_what_ends_it(child, monkeypatch):
     assert port_owner("127.0.0.1", child[1]) == (
         "the cluster of `pagewire up`, which `pagewire down` ends"
     )
+
+
+def test_doctor_finds_no_fault_in_a_port_of_an_own_cluster_whatever_it_speaks(child, monkeypatch):
+    monkeypatch.setattr(module, "ROUTER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(doctor, "ROUTER_TIMEOUT_S", 0.1)
+    config = ClusterConfig(port=child[1])
+    with_http = ClusterConfig(port=0, http_port=child[1])
+    others = doctor.check_port(config), doctor.check_http_port(with_http)
+    head = LocalHead(pid=os.getpid(), ray_address="127.0.0.1:1", token_path="/nowhere")
+    monkeypatch.setattr(module, "find_head", lambda: head)
+    own = doctor.check_port(config), doctor.check_http_port(with_http)
+
+    assert [each.level for each in others] == ["fail", "fail"]
+    assert [each.level for each in own] == ["ok", "ok"]
 
 
 def test_a_process_of_serve_is_told_with_what_ends_it(child):
