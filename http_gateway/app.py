@@ -27,6 +27,7 @@ from http_gateway.responses import Responses
 from http_gateway.token_texts import TokenTexts
 from http_gateway.tokens import Tokens
 from http_gateway.wire import RouterLink
+from pagewire.arguments import did_you_mean
 
 Answer = Callable[[Exchange, dict[str, Any]], Awaitable[None]]
 Admit = Callable[[str], Awaitable[str]]
@@ -101,7 +102,8 @@ async def _no_endpoint(request: Request, error: Exception) -> Response:
         refusal = HttpError(405, f"{shown}: allowed: {headers['Allow']}", code="method_not_allowed")
     else:
         paths = sorted({each.path.replace(":path", "") for each in request.app.routes})
-        message = f"{shown}: there is no such endpoint; allowed: {', '.join(paths)}"
+        meant = did_you_mean(request.url.path, paths)
+        message = f"{shown}: there is no such endpoint{meant}; allowed: {', '.join(paths)}"
         refusal = HttpError(error.status_code, message, code="not_found")
     request.scope["record"].outcome = refusal.code
     return Response(refusal.body, error.status_code, headers=headers, media_type="application/json")

@@ -161,6 +161,16 @@ def test_other_paths_and_methods_are_refused(address, method, path, status, code
     assert_within(answer.seconds, AT_ONCE_S)
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [("/chat/completions", CHAT), ("/v1/v1/models", "/v1/models"), ("/v1/completion", TEXT)],
+)
+def test_a_path_that_was_probably_meant_is_told(address, path, meant):
+    told = exchange(address, request(path)).error["message"]
+
+    assert f"{path}: there is no such endpoint (did you mean '{meant}'?); allowed: /, " in told
+
+
 def test_an_endpoint_that_is_not_there_does_not_read_what_comes(address):
     head = request("/v1/embeddings", content_type="application/json", content_length="100000000")
     with socket.create_connection(address, timeout=5) as connection:
