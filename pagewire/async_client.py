@@ -68,7 +68,9 @@ class AsyncClient:
     PAGEWIRE_TOKEN, if set.
 
     Close it by `async with` or `aclose`; a closed client cannot be used again. Any number of tasks
-    may use one client at the same time.
+    may use one client at the same time. Prefer one event loop for a process: gRPC keeps each loop
+    that it has seen, and where one has ended, a later one may log `Event loop is closed`. This
+    harms no call.
 
     Every method takes `model`, the name of a served model ("" for the only one), and `timeout_s`,
     the limit of the whole call in seconds, by default `default_timeout_s`. Arguments are checked
