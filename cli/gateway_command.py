@@ -7,7 +7,7 @@ import typer
 
 from cli.flags import add_command, flag_parameter
 from cli.stop_signals import StopSignals
-from cluster.certificates import check_front, http_scheme
+from cluster.certificates import check_front, http_url
 from cluster.config import ClusterConfig
 from cluster.devices import check_port_free
 from cluster.errors import ConfigError
@@ -131,7 +131,7 @@ async def _serve(
 
     async def tell_ready() -> None:
         await server.wait_ready(lambda reason: say(f"waiting for {routers}: {reason}"))
-        url = f"{http_scheme(config)}://{address}"
+        url = http_url(config, address)
         say(f"ready: HTTP on {url}/v1, chat page at {url}/, for {routers}")
 
     telling = asyncio.create_task(tell_ready(), name="tell-ready")

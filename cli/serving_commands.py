@@ -13,7 +13,7 @@ import typer
 from cli.flags import add_command
 from cli.stop_signals import StopSignals
 from cluster.capacity import context_remedy, pages_of_worker, pool_remedy, read_model_needs
-from cluster.certificates import http_scheme, own_client, with_absolute_files
+from cluster.certificates import http_url, own_client, with_absolute_files
 from cluster.config import ClusterConfig
 from cluster.devices import count_gpus, most_gpus
 from cluster.environment import prepare_ray
@@ -196,7 +196,7 @@ def serving_where(config: ClusterConfig, cluster: "RunningCluster") -> str:
     """Return a line that says what a cluster serves, and where."""
     http = ""
     if cluster.http_address:
-        url = f"{http_scheme(config)}://{cluster.http_address}"
+        url = http_url(config, cluster.http_address)
         http = f"; HTTP on {url}/v1, chat page at {url}/"
     assert config.model is not None
     name = config.served_model_name or model_name(config.model)

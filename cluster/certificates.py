@@ -101,9 +101,11 @@ def own_client(config: ClusterConfig) -> Tls | None:
     return replace(tls, certificate_file=inside.certificate_file, key_file=inside.key_file)
 
 
-def http_scheme(config: ClusterConfig) -> str:
-    """Return the scheme of an HTTP gateway's URLs."""
-    return "https" if config.front_tls.is_on else "http"
+def http_url(config: ClusterConfig, address: str) -> str:
+    """Return the URL of an HTTP gateway that listens at `host:port`, for browsers on its host."""
+    scheme = "https" if config.front_tls.is_on else "http"
+    host, _, port = address.rpartition(":")
+    return f"{scheme}://{'localhost' if host.strip('[]') in ANY_HOST else host}:{port}"
 
 
 def with_absolute_files(config: ClusterConfig) -> ClusterConfig:

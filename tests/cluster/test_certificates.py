@@ -10,6 +10,7 @@ import pytest
 from cluster.certificates import (
     check_certificates,
     check_links,
+    http_url,
     own_client,
     with_absolute_files,
 )
@@ -34,6 +35,15 @@ def authority(tmp_path: Path) -> Authority:
 def config_of(authority: Authority, *, asks_clients: bool = False, **options: Any) -> ClusterConfig:
     settings = authority.settings(asks_clients=asks_clients)
     return ClusterConfig(tls=settings.inside, front_tls=settings.front, **options)
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [("0.0.0.0:8", "localhost:8"), ("[::]:8", "localhost:8"), ("[fd00::1]:8", "[fd00::1]:8")],
+)
+def test_the_url_of_a_gateway_can_be_opened(address: str, host: str, authority: Authority) -> None:
+    assert http_url(ClusterConfig(), address) == f"http://{host}"
+    assert http_url(config_of(authority), address) == f"https://{host}"
 
 
 def test_certificates_that_fit_are_taken(authority: Authority) -> None:
