@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from pagewire.arguments import MAX_TOKEN_CHARS, TOKEN_VARIABLE, check_token, given_token, refused
+from pagewire.protos.secret_files import warn_if_public
 
 TokenFileFlag = Annotated[
     Path | None,
@@ -29,6 +30,7 @@ def token_of(file: Path | None) -> str:
         return given_token()
     try:
         with file.open("rb") as opened:
+            warn_if_public(opened)
             content = opened.read(MAX_TOKEN_CHARS + 100)
     except OSError as error:
         raise refused("--token-file", f"{file}: {error.strerror}", "a file to read") from None

@@ -98,16 +98,22 @@ def test_a_token_is_in_no_repr():
     assert "very-secret" not in repr(client) + repr(vars(client))
 
 
-def test_commands_read_a_token_from_a_file_or_the_environment(tmp_path, monkeypatch):
+def test_commands_read_a_token_from_a_file_or_the_environment(tmp_path, monkeypatch, caplog):
     file = tmp_path / "token"
     file.write_text("of-the-file\n")
+    file.chmod(0o644)
     with serving_in_thread(tell) as (address, _):
         ask = ("generate", "x", "--address", address)
         assert run_main(*ask).stdout == "nobody\n"
-        assert run_main(*ask, "--token-file", str(file)).stdout == "Bearer of-the-file\n"
+        public = run_main(*ask, "--token-file", str(file))
+        file.chmod(0o600)
         monkeypatch.setenv("PAGEWIRE_TOKEN", "of-the-environment")
         assert run_main(*ask).stdout == "Bearer of-the-environment\n"
-        assert run_main(*ask, "--token-file", str(file)).stdout == "Bearer of-the-file\n"
+        private = run_main(*ask, "--token-file", str(file))
+
+    assert public.stdout == private.stdout == "Bearer of-the-file\n"
+    told = f"{file} has mode 0644: all users of this host may read it; use 0640"
+    assert caplog.messages == [told]
 
 
 @pytest.mark.parametrize(
@@ -123,6 +129,7 @@ def test_a_token_file_that_holds_no_token_is_one_clear_error(tmp_path, content, 
     file = tmp_path / "token"
     if content is not None:
         file.write_bytes(content)
+        file.chmod(0o600)
     result = run_main("generate", "x", "--token-file", str(file))
 
     assert result.returncode == 2
