@@ -101,10 +101,8 @@ def _read_gguf(file: Path) -> Any:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    make: Any = AutoModelForCausalLM.from_config
-    read: Any = load_gguf_checkpoint
-    model = make(config, dtype=torch.float32)
-    weights = read(file, return_tensors=True, model_to_load=model)["tensors"]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
     model.load_state_dict(weights, strict=not config.tie_word_embeddings)
     return model.eval()
 
