@@ -134,14 +134,27 @@ OPTION_SHAPES = [
 SHAPES = PLAIN_SHAPES + OPTION_SHAPES
 
 
+# Of those that ship plainly, each head size, page size and width of numbers, and a group that is no
+# power of two
+ALWAYS = [
+    SHAPES[0],
+    Shape(32, 8, 64, 32, BF16),
+    Shape(28, 4, 128, 128, BF16),
+    Shape(32, 8, 128, 64, torch.float32),
+    Shape(32, 8, 128, 64, FP8),
+    Shape(40, 8, 96, 64, FP8),
+    Shape(16, 8, 256, 16, FP8),
+]
+
+
 def compiled_with(
-    shapes: Iterable[Shape], always: Sequence[Shape] = PLAIN_SHAPES
+    shapes: Iterable[Shape], always: Sequence[Shape] = ALWAYS
 ) -> pytest.MarkDecorator:
     """Parametrize a test with shapes; some in each run, the rest in thorough.
 
     Args:
         shapes: All of them.
-        always: Those of each run; by default those that ship plainly.
+        always: Those of each run.
     """
     parameters = [
         pytest.param(shape, marks=() if shape in always else pytest.mark.thorough)

@@ -9,11 +9,11 @@ from attn_kernels.decode.plan import SplitRule
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case, quantized
 from tests.attn_kernels.sm90 import compile_launch, launches_of
 from tests.attn_kernels.sm90_shapes import (
+    ALWAYS,
     BF16,
     CAP,
     FP8,
     FP16,
-    PLAIN_SHAPES,
     WINDOW,
     Shape,
     compiled_with,
@@ -102,7 +102,7 @@ def cuda_case(kv_lens: list[int], shape: Shape) -> PagedCase:
     return quantized(case, shape.q_dtype) if shape.dtype == FP8 else case
 
 
-@compiled_with(COMPILED_SHAPES, [*PLAIN_SHAPES, ALL_OPTIONS])
+@compiled_with(COMPILED_SHAPES, [*ALWAYS, ALL_OPTIONS])
 def test_programs_fit_a_multiprocessor_and_nothing_spills(shape: Shape):
     pages = shape.pages()
     tile = decode_tile(pages, is_hopper=True, beside_shared=shape.overlaps)

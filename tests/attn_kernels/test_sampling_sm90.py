@@ -29,7 +29,7 @@ MORE_REGISTERS = {151_936: 176, MAX_VOCAB_SIZE: 176}  # vocabulary |-> registers
     ("vocab_size", "dtype", "has_mask"),
     [
         (128_256, torch.float32, True),
-        (MAX_VOCAB_SIZE, torch.bfloat16, True),
+        pytest.param(MAX_VOCAB_SIZE, torch.bfloat16, True, marks=pytest.mark.thorough),
         pytest.param(50_257, torch.float16, False, marks=pytest.mark.thorough),
         pytest.param(128_256, torch.float32, False, marks=pytest.mark.thorough),
         pytest.param(151_936, torch.float16, True, marks=pytest.mark.thorough),
