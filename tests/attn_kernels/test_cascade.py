@@ -64,7 +64,7 @@ def test_a_forest_of_three_levels_gives_the_reference_and_never_reads_unused_row
 
 @given(forests(max_nodes=4, max_requests=5, page_size=8))
 @settings(
-    max_examples=25,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

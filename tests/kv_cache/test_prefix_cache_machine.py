@@ -31,12 +31,12 @@ SETTINGS = settings(
 )
 
 
-@pytest.mark.parametrize("max_examples", [250, pytest.param(1500, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("max_examples", [150, pytest.param(1500, marks=pytest.mark.thorough)])
 def test_cache_agrees_with_the_oracle(max_examples: int) -> None:
     run_state_machine_as_test(CacheMachine, settings=settings(SETTINGS, max_examples=max_examples))
 
 
-@pytest.mark.parametrize("max_examples", [150, pytest.param(1000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("max_examples", [100, pytest.param(1000, marks=pytest.mark.thorough)])
 def test_cache_with_quotas_agrees_with_the_oracle(max_examples: int) -> None:
     run_state_machine_as_test(QuotaMachine, settings=settings(SETTINGS, max_examples=max_examples))
 
