@@ -31,7 +31,12 @@ PAGE_SIZE, NUM_PAGES = 16, 40
 SIZES = (4, 16, 32)
 
 
-both_masks = pytest.mark.parametrize("engine", [None, 20], indirect=True, ids=["full", "window"])
+# A window cuts what a full mask shows.
+both_masks = pytest.mark.parametrize(
+    "engine",
+    [pytest.param(None, id="full", marks=pytest.mark.thorough), pytest.param(20, id="window")],
+    indirect=True,
+)
 
 
 @pytest.fixture
