@@ -19,9 +19,14 @@ FAMILIES = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 12}),
 }
+# In each run several files and a window; the tests of the engine alone have all families there.
+ALWAYS = {"llama3", "mistral"}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.thorough) for name in FAMILIES],
+)
 def test_greedy_tokens_equal_those_of_transformers(name, tmp_path):
     family, changes = FAMILIES[name]
     model = write_checkpoint(tmp_path, family, seed=7, **changes)
