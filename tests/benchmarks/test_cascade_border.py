@@ -91,6 +91,7 @@ def test_no_forest_is_shared_that_takes_longer_so_and_few_are_not_that_gain(dtyp
         assert sum(gaining) > least * len(gaining)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OTHER_RESULTS)
 @pytest.mark.usefixtures("on_h200")
 def test_nor_is_one_shared_that_takes_longer_so_with_other_shapes_and_options(name: str):
