@@ -86,7 +86,7 @@ def test_an_interrupt_while_modules_are_imported_ends_it_in_silence(entry, comma
     ("number", "line", "after_s"),
     [
         pytest.param(signal.SIGTERM, "starting", 0.0, marks=pytest.mark.thorough),
-        (signal.SIGTERM, "starting", 1.0),
+        pytest.param(signal.SIGTERM, "starting", 1.0, marks=pytest.mark.thorough),
         (signal.SIGINT, "Ray runs", 0.0),
     ],
     ids=str,
