@@ -142,17 +142,22 @@ def on_head(cluster, *arguments):
 
 
 def test_drains_scaling_and_restarts_under_load_fail_no_request(cluster, clients, seeds):
-    def run(command):
-        """Run a command; return what it says last, without times."""
-        return re.sub(r" after \d+ s", "", on_head(cluster, *command.split()).splitlines()[-1])
+    def run(*commands):
+        """Run commands, one after another; return what each says last, without times."""
+        told = [on_head(cluster, *each.split()).splitlines()[-1] for each in commands]
+        return [re.sub(r" after \d+ s", "", each) for each in told]
 
     def work():
         before = set(incarnations(cluster).values())
         with ThreadPoolExecutor() as pool:  # commands of two operators
-            told = list(pool.map(run, ["drain prefill-1", "drain decode-1"]))
+            drains = [pool.submit(run, f"drain {name}") for name in ("prefill-1", "decode-1")]
+            told = [each.result() for each in drains]
             told.append(run("scale --prefill 2 --decode 2"))
-            told += pool.map(run, ["restart prefill-0", "restart decode-0"])
-            told.append(run("restart router-0"))
+            decode = pool.submit(run, "restart decode-0 decode-1")
+            told.append(
+                run("scale --prefill 1", "scale --prefill 2", "restart prefill-0 prefill-1")
+            )
+            told += [decode.result(), run("restart router-0")]
         return before, told
 
     _, records, (before, told) = under_load(cluster, clients, seeds, work)
@@ -161,12 +166,16 @@ def test_drains_scaling_and_restarts_under_load_fail_no_request(cluster, clients
     assert sum(each.usage.pages_moved for each in records) > 0
     assert [each for each in records if each.usage.decode_computed_tokens] == []
     assert told == [
-        "prefill-1 has left",
-        "decode-1 has left",
-        "the cluster has 2 prefill and 2 decode workers",
-        "prefill-0 serves again, 1 of 1",
-        "decode-0 serves again, 1 of 1",
-        "router-0 serves again, 1 of 1",
+        ["prefill-1 has left"],
+        ["decode-1 has left"],
+        ["the cluster has 2 prefill and 2 decode workers"],
+        [
+            "the cluster has 1 prefill and 2 decode workers",
+            "the cluster has 2 prefill and 2 decode workers",
+            "prefill-1 serves again, 2 of 2",
+        ],
+        ["decode-1 serves again, 2 of 2"],
+        ["router-0 serves again, 1 of 1"],
     ]
     cluster.until_whole()
     assert not before & set(incarnations(cluster).values())
