@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import yaml
+from yaml.constructor import ConstructorError
 
 from options.option import told_value
 
@@ -32,6 +33,15 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 key.tag = self.DEFAULT_SCALAR_TAG  # a text, even if it is true, on or 1
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError, MemoryError):
+            raise
+        except Exception as error:  # for a date of month 13, say, it raises anything
+            problem = f"found a value that cannot be read: {error}"
+            raise ConstructorError(problem=problem, problem_mark=node.start_mark) from error
 
 
 _Loader.add_implicit_resolver(

@@ -68,6 +68,14 @@ BAD = [
     ("{}", ["found no tenant"]),
     ("- acme", ["found a list at the top level; allowed: a mapping of tenants"]),
     ("acme: {", ["line 1", "is not plain YAML"]),
+    (
+        f"acme:\n  token_hashes: [{A}]\n  cache: 2026-02-30",
+        ["line 3, column 10: is not plain YAML: found a value that cannot be read: day is out of"],
+    ),
+    (
+        f"acme: {{token_hashes: [{A}], burst: {'9' * 5000}}}",
+        ["line 1", "is not plain YAML: found a value that cannot be read"],
+    ),
     ("acme:", ["line 1: acme: found nothing; allowed: a mapping with token_hashes"]),
     ("a b: {}", ["line 1: name of a tenant: found 'a b'; allowed: 1 to 64 letters"]),
     ("acme: {weight: 2}", ["line 1: acme.token_hashes: found nothing; allowed: a list of one or"]),
