@@ -47,7 +47,7 @@ def _is_host(host: Any) -> bool:
 
 
 def _is_ray_address(address: Any) -> bool:
-    found = re.fullmatch(r"[^\s:/]+:(\d+)|\[[0-9a-fA-F:]+\]:(\d+)", str(address))
+    found = re.fullmatch(r"[^\s:/]+:(\d{1,5})|\[[0-9a-fA-F:]+\]:(\d{1,5})", str(address))
     return address in ("", "auto") or (found is not None and 0 < int(found[1] or found[2]) <= 65535)
 
 

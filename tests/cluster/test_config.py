@@ -188,6 +188,7 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("prefill: {}", ["prefill: found {}; allowed: an integer, 0 to 1024"]),
         ("host:", ["host: found nothing; allowed: a host name or an address"]),
         ("ray_address: 3", ["ray_address: found 3; allowed: host:port"]),
+        (f"ray_address: h:{'9' * 5000}", ["ray_address: found 'h:99", "allowed: host:port"]),
         ("deterministic: maybe", ["deterministic: found 'maybe'; allowed: true or false"]),
         ("stop_grace_s: .inf", ["stop_grace_s: found inf; allowed: a finite number, 0 or more"]),
         (
