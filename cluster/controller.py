@@ -423,10 +423,10 @@ class ControllerActor:
         Ray gives up an actor whose process cannot load the code, even if only for a moment, and
         any user of Ray can end one.
         """
-        if self._is_closed:
-            return
         members = {each.worker_id for each in self._membership.members}
         missing = members - existing - self._membership.leaving - self._heard_of()
+        if self._is_closed or not missing:  # to place any, Ray is asked on this loop
+            return
         for name, where in self._places_for(sorted(missing)).items():
             log.warning("worker_replaced", extra=fields(worker_id=name))
             self._place(name, where)

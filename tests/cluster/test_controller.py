@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -324,6 +325,25 @@ def test_a_worker_that_ray_has_given_up_is_placed_again(world, monkeypatch):
         ]
 
     asyncio.run(main())
+
+
+def test_where_no_worker_is_missing_the_loop_never_waits_for_ray(world, monkeypatch):
+    """Ray answers late while its head is away; routers must not lose the controller, too."""
+    monkeypatch.setattr(module, "REPLACE_PERIOD_S", 0.001)
+    asked_in = set()
+    monkeypatch.setattr(
+        ray.util, "list_named_actors", lambda: asked_in.add(threading.get_ident()) or world.names
+    )
+
+    async def main():
+        await world.start()
+        while not asked_in:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        await world.controller.close()
+
+    asyncio.run(main())
+    assert threading.get_ident() not in asked_in
 
 
 def test_two_callers_cannot_both_let_the_last_worker_of_a_pool_go(world):
