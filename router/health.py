@@ -26,7 +26,7 @@ class Health:
 
     async def run(self) -> None:
         """Follow the registry until cancelled."""
-        while True:
+        async for _ in self._registry.changes(_REFRESH_S):
             is_ready = bool(self._registry.ready("decode"))
             status = health_pb2.HealthCheckResponse
             await self._servicer.set(
@@ -34,8 +34,6 @@ class Health:
             )
             if is_ready:
                 self._was_ready.set()
-            now = asyncio.get_running_loop().time()
-            await self._registry.wait_changed(now + _REFRESH_S)
 
     async def wait_ready(self, waits: Callable[[str], None]) -> None:
         """Wait until the router has been ready for the first time; the caller bounds the wait.

@@ -19,7 +19,7 @@ from router.worker_registry import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
 
-REFRESH_S = 5.0  # between two attempts, when nothing changes
+REFRESH_S = 5.0  # until another attempt, when nothing changes
 MEET_S = 5.0  # for one call
 
 
@@ -32,14 +32,12 @@ class Introductions:
 
     async def run(self) -> None:
         """Introduce until cancelled."""
-        while True:
+        async for _ in self._registry.changes(REFRESH_S):
             prefills = frozenset(worker.member for worker in self._registry.ready("prefill"))
             decodes = self._registry.serving("decode")
             self._told = {each: told for each, told in self._told.items() if each in decodes}
             due = [each for each in decodes if self._told.get(each, frozenset()) != prefills]
             await asyncio.gather(*(self._introduce(each, prefills) for each in due))
-            now = asyncio.get_running_loop().time()
-            await self._registry.wait_changed(now + REFRESH_S)
 
     async def _introduce(self, worker: Worker, prefills: frozenset[WorkerMember]) -> None:
         members = sorted(prefills, key=lambda member: member.worker_id)

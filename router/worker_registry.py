@@ -21,8 +21,8 @@ heartbeat's own numbers count where they are larger, since they include other ro
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -226,6 +226,18 @@ class WorkerRegistry:
         except TimeoutError:
             return False
         return True
+
+    async def changes(self, period_s: float) -> AsyncIterator[None]:
+        """Yield at once, and again if any worker's state has changed since; at least each period.
+
+        So whoever follows may take its time: it learns of what changes meanwhile.
+        """
+        while True:
+            changed = self._changed
+            yield
+            with suppress(TimeoutError):
+                async with asyncio.timeout(period_s):
+                    await changed.wait()
 
     def known_workers(self) -> Sequence[KnownWorker]:
         """Return all members, and those that left less than forget_dead_after_s ago.

@@ -135,6 +135,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
     subscriptions: list[worker_pb2.SubscribeCacheEventsRequest] = field(default_factory=list)
     met: list[list[str]] = field(default_factory=list)  # prefill workers, each time they were told
     is_shy: bool = False  # refuses to meet anybody
+    meet_s: float = 0.0  # how long it takes to meet
 
     @property
     def address(self) -> str:
@@ -201,6 +202,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
     ) -> worker_pb2.MeetResponse:
         if self.is_shy:
             await context.abort(grpc.StatusCode.INTERNAL, "a bug")
+        await asyncio.sleep(self.meet_s)
         self.met.append([each.address for each in request.prefill_workers])
         return worker_pb2.MeetResponse()
 

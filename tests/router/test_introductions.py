@@ -50,6 +50,19 @@ def test_a_decode_worker_that_fails_to_meet_serves_and_is_told_again() -> None:
     run_virtual(main())
 
 
+def test_what_changes_during_introductions_is_told_right_after_them() -> None:
+    async def main() -> None:
+        slow = ScriptedWorker("decode-0", meet_s=1.0)
+        async with running_router(slow) as tested:
+            await tested.add(ScriptedWorker("prefill-0", pool="prefill"))
+            await tested.add(ScriptedWorker("prefill-1", pool="prefill"))
+            assert not slow.met, "it still meets the first one"
+
+            await wait_until(lambda: slow.met[-1:] == [["prefill-0:1", "prefill-1:1"]], timeout_s=3)
+
+    run_virtual(main())
+
+
 def test_a_channel_that_was_closed_before_the_call_ends_no_introductions() -> None:
     async def main() -> None:
         closed, other = ScriptedWorker("decode-0"), ScriptedWorker("decode-1")
