@@ -443,7 +443,7 @@ class WorkerRegistry:
                 await asyncio.wait(
                     {read, broken}, timeout=part_s, return_when=asyncio.FIRST_COMPLETED
                 )
-                if broken.done():
+                if worker.broken.is_set():  # though a heartbeat has come in the same moment
                     raise WorkerGone("a session with it broke")
                 if read.done():
                     return read.result()

@@ -251,6 +251,27 @@ def test_a_worker_that_beats_but_makes_no_step_is_stuck() -> None:
     run_virtual(main())
 
 
+def test_a_worker_whose_session_broke_is_reached_anew_though_a_heartbeat_comes_just_then() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        async with running_router(ScriptedWorker("decode-0")) as tested:
+            registry = tested.router.registry
+            worker = registry.get("decode-0")
+            for num_turns in range(10):  # of the loop, after a heartbeat has arrived
+                await wait_until(lambda: worker.state == "READY")
+                beat_at = worker.heartbeat_at
+                await wait_until(lambda beat_at=beat_at: worker.heartbeat_at > beat_at)  # type: ignore[misc]
+                await asyncio.sleep(worker.heartbeat_at + 0.5 - loop.time())
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                registry.report_broken(worker, "its session broke")
+                for _ in range(10):
+                    await asyncio.sleep(0)
+                    assert worker.state == "DEAD", num_turns
+
+    run_virtual(main())
+
+
 def test_repeated_tokens_are_dropped() -> None:
     async def main() -> None:
         async def repeat(session: Session, submit: Submit) -> None:
