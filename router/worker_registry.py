@@ -24,12 +24,12 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
 from observability.logs import fields
-from pagewire.protos.call_tasks import mark_seen
+from pagewire.protos.call_tasks import is_own_cancellation, mark_seen
 from protos.contract import contract_difference
 from router import wire
 from router.config import RouterConfig
@@ -336,19 +336,25 @@ class WorkerRegistry:
                         "worker_follow_failed", extra=fields(worker_id=worker.member.worker_id)
                     )
                 reason = _reason(error)
-                if worker.state not in ("READY", "DRAINING") and reason != last_reason:
-                    logger.info(
-                        "worker_unreachable",
-                        extra=fields(worker_id=worker.member.worker_id, reason=reason),
-                    )
-                last_reason = reason
-                self._lose(worker, reason)
-                if worker.member.worker_id not in self._announced:
-                    self._depart(worker)
-                    return
+            except asyncio.CancelledError:
+                if is_own_cancellation():
+                    raise
+                # gRPC cancels calls whose channel breaks in certain moments.
+                reason = "a call to it was cancelled"
+            if worker.state not in ("READY", "DRAINING") and reason != last_reason:
+                logger.info(
+                    "worker_unreachable",
+                    extra=fields(worker_id=worker.member.worker_id, reason=reason),
+                )
+            last_reason = reason
+            self._lose(worker, reason)
+            if worker.member.worker_id not in self._announced:
+                self._depart(worker)
+                return
             await asyncio.sleep(self._config.reconnect_delay_s)
 
-    async def _connect_and_watch(self, worker: Worker) -> None:
+    async def _connect_and_watch(self, worker: Worker) -> NoReturn:
+        """Keep a worker's entry up to date until the worker cannot be used, which is raised."""
         self._check_contract(worker, worker.member.contract_version)
         info = await wire.get_info(worker.channel, self._config.connect_timeout_s)
         if info.incarnation != worker.member.incarnation:
@@ -410,7 +416,7 @@ class WorkerRegistry:
         rate = rates.get(info.transports[0]) if info.transports else None
         return info.page_bytes / info.model.page_size / rate if rate else 0.0
 
-    async def _watch(self, worker: Worker, call: Any) -> None:
+    async def _watch(self, worker: Worker, call: Any) -> NoReturn:
         loop = asyncio.get_running_loop()
         steps, progress_at = -1, loop.time()
         while True:
@@ -474,6 +480,9 @@ class WorkerRegistry:
                 )
                 # Whatever the error, a snapshot repairs it.
                 self._index.forget(worker_id)
+            except asyncio.CancelledError:
+                if is_own_cancellation():
+                    raise
             await asyncio.sleep(self._config.reconnect_delay_s)
 
 

@@ -22,6 +22,7 @@ from pagewire.protos.gathering import gather
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from pagewire.wire import model_from
 from protos.contract import CONTRACT_VERSION
+from router import wire
 from router.config import RouterConfig
 from router.generation import Generation
 from tests.router.scripted_worker import (
@@ -268,6 +269,45 @@ def test_a_worker_whose_session_broke_is_reached_anew_though_a_heartbeat_comes_j
                 for _ in range(10):
                     await asyncio.sleep(0)
                     assert worker.state == "DEAD", num_turns
+
+    run_virtual(main())
+
+
+class CancelledCall:
+    """Of any kind, cancelled by gRPC, as it does when a channel breaks in certain moments."""
+
+    async def read(self) -> None:
+        raise asyncio.CancelledError
+
+    __anext__ = read
+
+    def __await__(self) -> Any:
+        return self.read().__await__()
+
+    def __aiter__(self) -> Any:
+        return self
+
+    def cancel(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+
+@pytest.mark.parametrize("method", ["get_info", "watch", "cache_batches"])
+def test_a_worker_is_followed_on_though_grpc_cancels_a_call_to_it(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    right, num_calls = getattr(wire, method), 0
+
+    def cancelled_at_first(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return CancelledCall() if num_calls == 1 else right(*args)
+
+    async def main() -> None:
+        monkeypatch.setattr(wire, method, cancelled_at_first)
+        async with running_router(ScriptedWorker("decode-0")) as tested:
+            await wait_until(lambda: num_calls == 2)
+            assert (await tested.generate()).error is None
 
     run_virtual(main())
 
