@@ -258,7 +258,8 @@ class ForgetsNewPages(Scheduler):
 )
 def test_state_machine_finds_planted_bug(bug: type[Scheduler]) -> None:
     machine = type(f"{bug.__name__}Machine", (SchedulerMachine,), {"scheduler_class": bug})
-    with pytest.raises((AssertionError, CacheError)):
+    # Where a step fails for the bug's sake, the end of the machine misses its result.
+    with pytest.raises((AssertionError, CacheError, IndexError)):
         run_state_machine_as_test(machine, settings=HUNT)
 
 
