@@ -182,16 +182,15 @@ class PrefillGroup:
         self.choices = [each for each in self.choices if not each.is_ended] or self.choices[:1]
 
     def next_candidate(
-        self, met: Sequence[WorkerIdentity], distrusted: Container[WorkerIdentity]
+        self, candidates: Sequence[WorkerIdentity], distrusted: Container[WorkerIdentity]
     ) -> WorkerIdentity | None:
         """Return the prefill worker to ask next; None: all were asked.
 
         Args:
-            met: Those that a router has named to this worker. They are asked after the request's
-                own candidates, which may all have left while it waited.
+            candidates: The ones that may be asked, best first.
             distrusted: Asked last.
         """
-        left = [each for each in (*self.request.candidates, *met) if each not in self.failed]
+        left = [each for each in candidates if each not in self.failed]
         trusted = [each for each in left if each not in distrusted]
         return next(iter(trusted or left), None)
 

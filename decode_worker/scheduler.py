@@ -82,7 +82,7 @@ class Scheduler:
         self._model = model
         self._page_size = page_size
         self._page_bytes = page_bytes
-        self._arrivals = itertools.count()
+        self._num_arrivals = 0
         self._waiting: list[PrefillGroup] = []
         self._parked: Parking[PrefillGroup] = Parking(cache)
         self._receiving: list[PrefillGroup] = []
@@ -97,6 +97,7 @@ class Scheduler:
         # match a long queue of long prompts again.
         self._is_admission_due = False
         self._met: tuple[WorkerIdentity, ...] = ()  # prefill workers, as a router last named them
+        self._num_arrivals_before_met = 0
         # Asked last, so that many groups waiting for one prefix learn together that it is gone.
         self._distrusted: set[WorkerIdentity] = set()
         self._turns: SuspectTurns[Request] = SuspectTurns()
@@ -124,7 +125,8 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Take a request that `admission.check_request` accepts."""
-        request.arrival = next(self._arrivals)
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
         self._cache.limit(request.salt, request.cache_share)
         request.choices = [
             Choice(request, index, list(output)) for index, output in request.emitted.items()
@@ -329,6 +331,7 @@ class Scheduler:
     def meet(self, prefill_workers: Sequence[WorkerIdentity]) -> None:
         """Take the prefill workers that a router can use now, instead of those named before."""
         self._met = tuple(prefill_workers)
+        self._num_arrivals_before_met = self._num_arrivals
 
     def trust(self, prefill_worker: WorkerIdentity) -> None:
         """Forget that the last attempt at a prefill worker failed."""
@@ -526,7 +529,7 @@ class Scheduler:
             if match.last_pending_page is not None:
                 self._parked.park(self._waiting.pop(0), match.last_pending_page)
                 continue
-            candidate = group.next_candidate(self._met, self._distrusted)
+            candidate = group.next_candidate(self._candidates(group.request), self._distrusted)
             is_local = prefills_locally(
                 num_uncached_tokens=len(group.tokens) - match.num_ready_pages * self._page_size,
                 has_candidate=candidate is not None,
@@ -551,6 +554,19 @@ class Scheduler:
                 receives.append(group)
         self._is_admission_due = bool(self._waiting)  # the next step looks at more
         return receives
+
+    def _candidates(self, request: Request) -> Sequence[WorkerIdentity]:
+        """Return the prefill workers to ask for a request, best first.
+
+        Its own come first, but all of them may have left while it waited. One has also left if a
+        router has named another start of it since; to ask the old start would break off what the
+        new one sends.
+        """
+        own: Sequence[WorkerIdentity] = request.candidates
+        if request.arrival < self._num_arrivals_before_met:
+            named = {each.worker_id: each for each in self._met}
+            own = [each for each in own if named.get(each.worker_id, each) == each]
+        return (*own, *self._met)
 
     def _num_active(self) -> int:
         groups = itertools.chain(self._receiving, self._computing, self._joining)

@@ -626,6 +626,28 @@ def test_of_two_starts_of_one_worker_the_one_named_first_is_met_and_not_broken_o
     run(scenario)
 
 
+def test_requests_that_waited_while_a_prefill_worker_restarted_ask_its_new_start() -> None:
+    """Each would ask the one that is gone, and thereby break off what the new one sends."""
+
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        running = [
+            await router.submit(prompt_of(4, seed=lasts), candidates=[], max_tokens=lasts)
+            for lasts in (100, 110)
+        ]
+        waiting = [await router.submit(prompt_of(200, seed=seed)) for seed in range(2)]
+        await wait_until(lambda: all(each.has_tokens.is_set() for each in running))
+        cluster.kill(cluster.prefills[0])
+        await cluster.restart(0)
+        await meet(cluster, *cluster.candidates())
+        await router.finish(*running, *waiting)
+
+        assert [each.stats.decode_computed_tokens for each in waiting] == [0, 0]
+        assert [each.stats.prefill_retries for each in waiting] == [0, 0]
+
+    config = decode_config(max_running_sequences=2, distrust_s=0.01)
+    run(scenario, WorkerCluster(decode_config=config))
+
+
 def test_an_attempt_whose_channel_is_closed_goes_on_elsewhere() -> None:
     """Another start of the prefill worker becomes known while the first one is connected to."""
 

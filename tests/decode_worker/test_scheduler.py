@@ -22,7 +22,7 @@ from kv_cache.errors import CacheError
 from kv_cache.prefix_cache import PrefixCache
 from llm_engine.sampling import SampledToken, SamplingParams
 from tests.decode_worker.scheduler_machine import CANDIDATES, SchedulerMachine
-from worker.identity import ModelInfo
+from worker.identity import ModelInfo, WorkerIdentity
 
 SETTINGS = settings(
     stateful_step_count=70,
@@ -96,28 +96,15 @@ def test_choices_with_equal_tokens_share_one_prefill() -> None:
 def test_candidates_are_asked_in_order_but_suspects_last_and_none_twice() -> None:
     group = group_by_tokens(request_with({0: ()}).choices)[0]
     first, second = CANDIDATES
-    assert group.next_candidate((), ()) == first
-    assert group.next_candidate((), {first}) == second
-    assert group.next_candidate((), {first, second}) == first
+    assert group.next_candidate(CANDIDATES, ()) == first
+    assert group.next_candidate(CANDIDATES, {first}) == second
+    assert group.next_candidate(CANDIDATES, {first, second}) == first
     group.failed = (first,)
-    assert group.next_candidate((), {second}) == second
+    assert group.next_candidate(CANDIDATES, {second}) == second
+    group.failed = (replace(first, incarnation=-1), second)
+    assert group.next_candidate(CANDIDATES, ()) == first, "another start of it failed"
     group.failed = (second, first)
-    assert group.next_candidate((), ()) is None
-
-
-def test_prefill_workers_that_a_router_has_named_are_asked_after_the_candidates() -> None:
-    group = group_by_tokens(request_with({0: ()}).choices)[0]
-    first, second = CANDIDATES
-    met = replace(first, worker_id="met")
-    assert group.next_candidate((met, first), ()) == first
-    assert group.next_candidate((met, first), {first}) == second
-    assert group.next_candidate((met, first), {first, second}) == met
-    group.failed = (first, second)
-    assert group.next_candidate((met, first), {met}) == met
-    group.failed = (first, second, met)
-    assert group.next_candidate((met, first), ()) is None
-    group.failed = (replace(met, incarnation=2), first, second)
-    assert group.next_candidate((met, first), ()) == met, "another start of it"
+    assert group.next_candidate(CANDIDATES, ()) is None
 
 
 # Planted bugs: each must be found by the state machine.
@@ -313,6 +300,43 @@ def test_requests_that_wait_for_one_prefix_hold_up_nobody_behind_them() -> None:
 
     scheduler.receive_failed(receiving, may_be_written=False)
     assert [group.tokens[-1] for group in scheduler.next_step().receives] == [100]
+
+
+def all_asked(scheduler: Scheduler) -> list[WorkerIdentity | None]:
+    """Let each prefill worker that is asked for the only request fail."""
+    asked = []
+    while receives := scheduler.next_step().receives:
+        [group] = receives
+        asked.append(group.candidate)
+        scheduler.receive_failed(group, may_be_written=False)
+    return asked
+
+
+def test_prefill_workers_that_a_router_has_named_are_asked_after_the_candidates() -> None:
+    scheduler = scheduler_with(num_pages=100)
+    first, second = CANDIDATES
+    met = replace(first, worker_id="met")
+    scheduler.submit(prompt_request(*range(100)))
+    scheduler.meet([met, first])
+
+    assert all_asked(scheduler) == [first, second, met]
+
+
+@pytest.mark.parametrize("has_waited", [True, False])
+def test_a_candidate_is_not_asked_if_another_start_of_it_was_named_while_the_request_waited(
+    has_waited: bool,
+) -> None:
+    scheduler = scheduler_with(num_pages=100)
+    first, second = CANDIDATES
+    restarted = replace(first, incarnation=2)
+    if has_waited:
+        scheduler.submit(prompt_request(*range(100)))
+        scheduler.meet([restarted])
+        assert all_asked(scheduler) == [second, restarted]
+    else:  # the request's router may have heard of still another start
+        scheduler.meet([restarted])
+        scheduler.submit(prompt_request(*range(100)))
+        assert all_asked(scheduler) == [first, second, restarted]
 
 
 def test_a_request_that_waits_for_a_prefix_is_not_looked_up_again_with_every_commit(
