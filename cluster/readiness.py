@@ -7,14 +7,14 @@ from typing import Any
 
 import ray
 
-from cluster.attach import last_line
+from cluster.attach import ask, last_line
 from cluster.errors import StartError
 from llm_engine.load_progress import ReportLoaded
 from pagewire import Client, ClusterStatus, PagewireError, Tls
 
 STATUS_PERIOD_S = 0.1
 CHECK_PERIOD_S = 0.2  # between two checks whether the start was given up
-ANSWER_TIMEOUT_S = 30.0  # for an actor that serves
+ANSWER_TIMEOUT_S = 30.0  # for a router that serves
 
 
 class LoadWatch:
@@ -77,9 +77,13 @@ def wait_until_served(
     deadline: float,
     check: Callable[[], None],
 ) -> int:
-    """Wait until a router sees these workers ready; return the longest context that all serve."""
+    """Wait until a router sees these workers ready; return the longest context that all serve.
+
+    Raises:
+        StartError: It does not in time, cannot use a worker, or does not answer.
+    """
     status: ClusterStatus | None = None
-    token = str(ray.get(router.cluster_token.remote(), timeout=ANSWER_TIMEOUT_S))
+    token = str(ask(router.cluster_token.remote()))
     with Client(address, token=token, default_timeout_s=ANSWER_TIMEOUT_S, tls=tls) as client:
         while time.monotonic() < deadline:
             check()
@@ -90,7 +94,7 @@ def wait_until_served(
             ready = {each.worker_id for each in status.workers if each.state == "ready"}
             if ready >= set(workers):
                 return client.list_models()[0].max_context_tokens
-            _refuse_misfits(ray.get(router.misfits.remote(), timeout=ANSWER_TIMEOUT_S))
+            _refuse_misfits(ask(router.misfits.remote()))
             time.sleep(STATUS_PERIOD_S)
     states = {each.worker_id: each.state for each in status.workers} if status else {}
     missing = [f"{each} is {states.get(each, 'unknown')}" for each in workers]

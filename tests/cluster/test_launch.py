@@ -713,6 +713,16 @@ def test_workers_tell_the_controller_how_far_their_weights_are(actor):
     assert worker._controller.called == [("report_loaded", "w-0", 1, 4)]
 
 
+def test_a_router_that_dies_while_workers_start_is_told_as_an_error_of_the_cluster(monkeypatch):
+    def get(call, timeout):
+        raise ray.exceptions.ActorUnavailableError("it is restarting", None)
+
+    monkeypatch.setattr(ray, "get", get)
+    router = SimpleNamespace(cluster_token=SimpleNamespace(remote=str))
+    with pytest.raises(StartError, match="the cluster does not answer"):
+        readiness.wait_until_served("h:1", None, router, [], time.monotonic() + 1, lambda: None)
+
+
 def test_a_start_that_takes_too_long_for_the_router_says_what_it_sees(monkeypatch):
     async def never(request, context):
         yield
