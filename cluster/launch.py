@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -343,18 +343,15 @@ def end_cluster(grace_s: float, begun: Callable[[], None] = lambda: None) -> Non
     timeout_s = grace_s + STOP_MARGIN_S
     controller, router = actors.get(CONTROLLER_NAME), actors.get(ROUTER_NAME)
     gateway = actors.get(GATEWAY_NAME)
-    try:
-        if controller is not None:
-            _wait_stopped([controller.close.remote()], timeout_s)
-        begun()
-        stopping = [] if router is None else [router.stop.remote(grace_s)]
-        if gateway is not None:
-            stopping.append(gateway.stop.remote(grace_s + GATEWAY_MARGIN_S))
-        _wait_stopped(stopping, timeout_s)
-        workers = [actor for name, actor in actors.items() if is_worker(name)]
-        _wait_stopped([each.stop.remote(0.0) for each in workers], timeout_s)
-    except ray.exceptions.RayError as error:
-        log.warning("stop_incomplete", extra=fields(error=str(error)))
+    if controller is not None:
+        _wait_stopped([controller.close.remote()], timeout_s)
+    begun()
+    stopping = [] if router is None else [router.stop.remote(grace_s)]
+    if gateway is not None:
+        stopping.append(gateway.stop.remote(grace_s + GATEWAY_MARGIN_S))
+    _wait_stopped(stopping, timeout_s)
+    workers = [actor for name, actor in actors.items() if is_worker(name)]
+    _wait_stopped([each.stop.remote(0.0) for each in workers], timeout_s)
     kill_cluster()
 
 
@@ -362,9 +359,12 @@ def _wait_stopped(calls: Iterable[Any], timeout_s: float) -> None:
     """Wait for the calls that stop processes; an actor without a process has nothing to stop."""
     deadline = time.monotonic() + timeout_s
     for call in calls:
-        # Ray restarts it, or another `pagewire down` has ended it.
-        with suppress(ray.exceptions.ActorUnavailableError, ray.exceptions.ActorDiedError):
+        try:
             ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
+        except (ray.exceptions.ActorUnavailableError, ray.exceptions.ActorDiedError):
+            pass  # Ray restarts it, or another `pagewire down` has ended it
+        except ray.exceptions.RayError as error:  # the others may still stop in order
+            log.warning("stop_incomplete", extra=fields(error=str(error)))
 
 
 def kill_cluster(controller: Any = None) -> None:
