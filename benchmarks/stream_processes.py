@@ -186,9 +186,11 @@ def run_decode_worker(ports: Ports, step_s: float) -> None:
     from credentials.cluster import ClusterCredentials
     from credentials.secret import ClusterSecret
     from decode_worker.config import DecodeConfig
-    from decode_worker.worker import make_decode_worker
+    from decode_worker.worker import DecodeWorker
     from kv_cache.layout import KVLayout
+    from worker.context import WorkerContext
     from worker.executor import ThreadExecutor
+    from worker.host import WorkerHost
 
     layout = KVLayout(
         num_layers=1,
@@ -205,7 +207,7 @@ def run_decode_worker(ports: Ports, step_s: float) -> None:
         server = grpc.aio.server(
             options=WORKER_SERVER_OPTIONS, interceptors=[CallGuard(max_calls=1000)]
         )
-        worker = make_decode_worker(
+        context = WorkerContext(
             config=DecodeConfig(hash_key=BURST_HASH_KEY),
             identity=identity,
             model=BURST_MODEL,
@@ -214,9 +216,13 @@ def run_decode_worker(ports: Ports, step_s: float) -> None:
             ),
             credentials=ClusterCredentials(keys, identity.incarnation),
             transports=(),
+        )
+        pool = DecodeWorker(
+            context,
             connect_channel=grpc.aio.insecure_channel,
             random_id=lambda: secrets.token_bytes(16),
         )
+        worker = WorkerHost(context, pool)
         worker.register(server)
         port = await _listen(server)
         await worker.start()

@@ -7,10 +7,8 @@ from decode_worker.config import DecodeConfig
 from worker.actor import WorkerActor
 
 if TYPE_CHECKING:
-    from credentials.cluster import ClusterCredentials
-    from worker.executor import EngineExecutor
-    from worker.host import WorkerHost
-    from worker.identity import ModelInfo, WorkerIdentity
+    from worker.context import WorkerContext
+    from worker.host import Pool
 
 
 class DecodeActor(WorkerActor[DecodeConfig]):
@@ -18,30 +16,11 @@ class DecodeActor(WorkerActor[DecodeConfig]):
 
     pool = "decode"
 
-    def _build(
-        self,
-        identity: "WorkerIdentity",
-        model: "ModelInfo",
-        executor: "EngineExecutor",
-        credentials: "ClusterCredentials",
-    ) -> "WorkerHost":
-        from decode_worker.worker import make_decode_worker
-        from kv_transfer.transport import open_transports
+    def _make_pool(self, context: "WorkerContext[DecodeConfig]") -> "Pool":
+        from decode_worker.worker import DecodeWorker
 
-        return make_decode_worker(
-            config=self._config,
-            identity=identity,
-            model=model,
-            executor=executor,
-            credentials=credentials,
-            transports=open_transports(
-                executor.engine.storage,
-                self._settings.device,
-                self._settings.host,
-                self._process.links.page_tls,
-                self._settings.ports,
-                self._settings.page_transport,
-            ),
+        return DecodeWorker(
+            context,
             connect_channel=self._process.links.connect,
             random_id=lambda: secrets.token_bytes(16),
         )

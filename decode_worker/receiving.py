@@ -56,9 +56,8 @@ class PrefillReceivers:
 
     def __init__(
         self,
-        context: WorkerContext,
+        context: WorkerContext[DecodeConfig],
         *,
-        config: DecodeConfig,
         scheduler: Scheduler,
         connect_channel: Callable[[str], grpc.aio.Channel],
         random_id: Callable[[], bytes],
@@ -68,7 +67,7 @@ class PrefillReceivers:
         on_failed_pass: Callable[[Request], None],
     ) -> None:
         self._context = context
-        self._config = config
+        self._config = context.config
         self._scheduler = scheduler
         self._connect_channel = connect_channel
         self._random_id = random_id

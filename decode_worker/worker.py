@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from credentials.cluster import ClusterCredentials
 from decode_worker.admission import check_request
 from decode_worker.config import DecodeConfig
 from decode_worker.masks import TokenMasks
@@ -18,55 +17,13 @@ from decode_worker.scheduler import Scheduler
 from decode_worker.server import SERVICE, register_decode_service
 from decode_worker.step_plan import StepPlan
 from kv_transfer.driver import RunBlocking
-from kv_transfer.transport import Transport
 from observability.logs import fields
 from observability.tracing import begin_part
 from worker.context import WorkerContext
 from worker.errors import EngineFailed, PassFailed, TimedOut, WorkerError
-from worker.executor import EngineExecutor
-from worker.host import WorkerHost
-from worker.identity import ModelInfo, WorkerIdentity
+from worker.identity import WorkerIdentity
 
 logger = logging.getLogger(__name__)
-
-
-def make_decode_worker(
-    *,
-    config: DecodeConfig,
-    identity: WorkerIdentity,
-    model: ModelInfo,
-    executor: EngineExecutor,
-    credentials: ClusterCredentials,
-    transports: Sequence[Transport],
-    connect_channel: Callable[[str], grpc.aio.Channel],
-    random_id: Callable[[], bytes],
-    run_blocking: RunBlocking = asyncio.to_thread,
-) -> WorkerHost:
-    """Make one decode worker; WorkerContext documents the other arguments.
-
-    Args:
-        config: Limits and deadlines.
-        connect_channel: Makes a grpc.aio channel to a prefill worker's address.
-        random_id: Returns 16 random bytes for ids of transfers and connections.
-        run_blocking: Runs page digests and grammars; `kv_transfer.driver.run_inline` in virtual
-            time.
-    """
-    context = WorkerContext(
-        config=config,
-        identity=identity,
-        model=model,
-        executor=executor,
-        credentials=credentials,
-        transports=transports,
-    )
-    pool = DecodeWorker(
-        context,
-        config=config,
-        connect_channel=connect_channel,
-        random_id=random_id,
-        run_blocking=run_blocking,
-    )
-    return WorkerHost(context, pool)
 
 
 @dataclass(eq=False, slots=True)
@@ -89,20 +46,28 @@ class _Session:
 
 
 class DecodeWorker:
-    """Sessions of routers; implements worker.host.Pool and server.RequestSink."""
+    """Sessions of routers; implements worker.host.Pool and server.RequestSink.
+
+    Args:
+        context: State that it shares with the host.
+        connect_channel: Makes a grpc.aio channel to a prefill worker's address.
+        random_id: Returns 16 random bytes for ids of transfers and connections.
+        run_blocking: Runs page digests and grammars; `kv_transfer.driver.run_inline` in virtual
+            time.
+    """
 
     name = "decode"
     service = SERVICE
 
     def __init__(
         self,
-        context: WorkerContext,
+        context: WorkerContext[DecodeConfig],
         *,
-        config: DecodeConfig,
         connect_channel: Callable[[str], grpc.aio.Channel],
         random_id: Callable[[], bytes],
-        run_blocking: RunBlocking,
+        run_blocking: RunBlocking = asyncio.to_thread,
     ) -> None:
+        config = context.config
         self.max_choices = config.max_choices
         self.scheduler = Scheduler(
             config=config,
@@ -115,7 +80,6 @@ class DecodeWorker:
         self._context = context
         self._receivers = PrefillReceivers(
             context,
-            config=config,
             scheduler=self.scheduler,
             connect_channel=connect_channel,
             random_id=random_id,

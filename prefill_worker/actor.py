@@ -6,10 +6,8 @@ from prefill_worker.config import PrefillConfig
 from worker.actor import WorkerActor
 
 if TYPE_CHECKING:
-    from credentials.cluster import ClusterCredentials
-    from worker.executor import EngineExecutor
-    from worker.host import WorkerHost
-    from worker.identity import ModelInfo, WorkerIdentity
+    from worker.context import WorkerContext
+    from worker.host import Pool
 
 
 class PrefillActor(WorkerActor[PrefillConfig]):
@@ -17,28 +15,7 @@ class PrefillActor(WorkerActor[PrefillConfig]):
 
     pool = "prefill"
 
-    def _build(
-        self,
-        identity: "WorkerIdentity",
-        model: "ModelInfo",
-        executor: "EngineExecutor",
-        credentials: "ClusterCredentials",
-    ) -> "WorkerHost":
-        from kv_transfer.transport import open_transports
-        from prefill_worker.worker import make_prefill_worker
+    def _make_pool(self, context: "WorkerContext[PrefillConfig]") -> "Pool":
+        from prefill_worker.worker import PrefillWorker
 
-        return make_prefill_worker(
-            config=self._config,
-            identity=identity,
-            model=model,
-            executor=executor,
-            credentials=credentials,
-            transports=open_transports(
-                executor.engine.storage,
-                self._settings.device,
-                self._settings.host,
-                self._process.links.page_tls,
-                self._settings.ports,
-                self._settings.page_transport,
-            ),
-        )
+        return PrefillWorker(context)

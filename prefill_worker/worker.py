@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 import grpc
 
-from credentials.cluster import ClusterCredentials
 from credentials.party import Party
 from grammars.bits import TokenBits
 from grammars.errors import GrammarError
 from kv_transfer.connections import AcceptedConnections
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken, TransferError, TransportRefused
-from kv_transfer.transport import Transport
 from kv_transfer.users import Users
 from observability.logs import fields
 from prefill_worker.admission import check_prompt
@@ -34,52 +32,31 @@ from prefill_worker.step_plan import StepPlan
 from prefill_worker.wire import PrefillFailure, PrefillStart
 from worker.context import WorkerContext
 from worker.errors import InternalError, WorkerError
-from worker.executor import EngineExecutor
-from worker.host import WorkerHost
-from worker.identity import ModelInfo, WorkerIdentity
 from worker.sampling_check import constraint_refusal
 
 logger = logging.getLogger(__name__)
 
 
-def make_prefill_worker(
-    *,
-    config: PrefillConfig,
-    identity: WorkerIdentity,
-    model: ModelInfo,
-    executor: EngineExecutor,
-    credentials: ClusterCredentials,
-    transports: Sequence[Transport],
-    run_blocking: RunBlocking = asyncio.to_thread,
-) -> WorkerHost:
-    """Make one prefill worker; see WorkerContext for the other arguments.
+class PrefillWorker:
+    """Attempts of decode workers; implements worker.host.Pool and server.PrefillSink.
 
     Args:
-        config: Limits and deadlines.
+        context: State that it shares with the host.
         run_blocking: Runs page digests, and grammars; in virtual time
             `kv_transfer.driver.run_inline`.
     """
-    context = WorkerContext(
-        config=config,
-        identity=identity,
-        model=model,
-        executor=executor,
-        credentials=credentials,
-        transports=transports,
-    )
-    return WorkerHost(context, PrefillWorker(context, config=config, run_blocking=run_blocking))
-
-
-class PrefillWorker:
-    """Attempts of decode workers; implements worker.host.Pool and server.PrefillSink."""
 
     name = "prefill"
     service = SERVICE
     max_choices = 0  # decode workers limit them
 
     def __init__(
-        self, context: WorkerContext, *, config: PrefillConfig, run_blocking: RunBlocking
+        self,
+        context: WorkerContext[PrefillConfig],
+        *,
+        run_blocking: RunBlocking = asyncio.to_thread,
     ) -> None:
+        config = context.config
         self.scheduler = Scheduler(
             config=config, cache=context.cache, page_size=context.layout.page_size
         )

@@ -23,10 +23,9 @@ from worker.own_host import host_names, look
 from worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from credentials.cluster import ClusterCredentials
-    from worker.executor import EngineExecutor
-    from worker.host import WorkerHost
-    from worker.identity import ModelInfo, WorkerIdentity
+    from worker.context import HostConfig, WorkerContext
+    from worker.host import Pool
+    from worker.identity import WorkerIdentity
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ CONTROLLER_START_S = 120.0  # as the launcher waits; first workers start beside 
 IDENTITY_TIMEOUT_S = 60.0  # for the controller to read some bytes of each tensor
 CLOSE_TIMEOUT_S = 15.0  # for calls still open when a worker has drained
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound="HostConfig")
 
 
 @kept_by_name
@@ -60,7 +59,6 @@ class WorkerActor(ABC, Generic[Config]):
         settings = start.settings
         configure_logging(settings.log_level, settings.log_format)
         self._settings = settings
-        self._config = start.config
         engine = asyncio.get_running_loop().run_in_executor(None, _import_engine)
         self._controller = ray.get_actor(start.controller_name)
         is_restart = await self._was_ready()
@@ -74,11 +72,12 @@ class WorkerActor(ABC, Generic[Config]):
             await engine
             self._process = WorkerProcess(
                 settings,
+                start.config,
                 start.keys,
                 announce=self._announce,
                 report_loaded=self._report_loaded,
             )
-            await self._process.start(self._build)
+            await self._process.start(self._make_pool)
         except Exception:
             if not is_restart:
                 raise  # the launcher reports it
@@ -121,14 +120,8 @@ class WorkerActor(ABC, Generic[Config]):
         return os.getpid()
 
     @abstractmethod
-    def _build(
-        self,
-        identity: "WorkerIdentity",
-        model: "ModelInfo",
-        executor: "EngineExecutor",
-        credentials: "ClusterCredentials",
-    ) -> "WorkerHost":
-        """Make the worker around the loaded engine."""
+    def _make_pool(self, context: "WorkerContext[Config]") -> "Pool":
+        """Make the pool's part of the worker."""
 
     async def _was_ready(self) -> bool:
         call: Any = self._controller.was_ready.remote(self._settings.worker_id)

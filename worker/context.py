@@ -1,7 +1,7 @@
 """State that the host and the pool of one worker share: identity, cache, flags."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from credentials.cluster import ClusterCredentials
 from grammars.errors import NoVocabulary
@@ -36,11 +36,14 @@ class HostConfig(Protocol):
     def hash_key(self) -> bytes: ...
 
 
-class WorkerContext:
+Config_co = TypeVar("Config_co", bound=HostConfig, covariant=True)
+
+
+class WorkerContext(Generic[Config_co]):
     """One start of one worker. Owned by the event loop that serves it.
 
     Args:
-        config: The configuration of the worker's pool.
+        config: Limits and deadlines of the worker's pool.
         identity: The worker and its incarnation.
         model: The model that the executor's engine serves.
         executor: Runs the engine without blocking the event loop. The caller closes it after the
@@ -59,7 +62,7 @@ class WorkerContext:
     def __init__(
         self,
         *,
-        config: HostConfig,
+        config: Config_co,
         identity: WorkerIdentity,
         model: ModelInfo,
         executor: EngineExecutor,

@@ -25,7 +25,7 @@ from llm_engine.sampling import SequenceSlice
 from observability.logs import fields
 from pagewire.types import WorkerStatus
 from worker.cache_feed import CacheFeed
-from worker.context import WorkerContext
+from worker.context import HostConfig, WorkerContext
 from worker.errors import Draining, WorkerError
 from worker.load import WorkerLoad, WorkerTotals
 from worker.server import WORKER_SERVICE, WorkerServicer, register_worker_services
@@ -107,7 +107,7 @@ class WorkerHost:
         pool: Its scheduler and service.
     """
 
-    def __init__(self, context: WorkerContext, pool: Pool) -> None:
+    def __init__(self, context: WorkerContext[HostConfig], pool: Pool) -> None:
         self.cache = context.cache
         self.services = (pool.service, WORKER_SERVICE)  # for health and reflection
         self._context = context

@@ -1,7 +1,7 @@
 """One worker in one process: loads the engine, serves gRPC, announces its address, stops.
 
-Both pools' actors are thin shells around this; they supply the worker class, the transports and the
-way to announce. Nothing here knows Ray.
+Both pools' actors are thin shells around this; they supply the pool's class and the way to
+announce. Nothing here knows Ray.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -18,6 +19,7 @@ from credentials.cluster import ClusterCredentials
 from credentials.door import ClusterLinks
 from credentials.gate import ServerGate
 from credentials.secret import PartyKeys
+from kv_transfer.transport import open_transports
 from llm_engine.load_progress import ReportLoaded
 from observability.cluster_metrics import WorkerCollector
 from observability.logs import fields
@@ -29,8 +31,9 @@ from options.ports import FreePorts
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from protos.addresses import join_address
 from protos.call_guard import CallGuard
-from worker.executor import EngineExecutor, ThreadExecutor
-from worker.host import WorkerHost
+from worker.context import HostConfig, WorkerContext
+from worker.executor import ThreadExecutor
+from worker.host import Pool, WorkerHost
 from worker.identity import ModelInfo, WorkerIdentity
 from worker.settings import WorkerSettings
 
@@ -40,8 +43,7 @@ ANNOUNCE_PERIOD_S = 2.0  # a restarted controller knows this worker after that
 MAX_OPEN_CALLS = 16_384  # of a method; a prefill worker has one for each prompt that waits
 LAST_WORDS_S = 0.5  # for the last messages to leave a process that stops
 
-
-BuildWorker = Callable[[WorkerIdentity, ModelInfo, EngineExecutor, ClusterCredentials], WorkerHost]
+MakePool = Callable[[WorkerContext[Any]], Pool]
 Announce = Callable[[WorkerIdentity, bool], Awaitable[None]]  # the bool: it leaves the cluster
 
 
@@ -55,12 +57,14 @@ class WorkerProcess:
     def __init__(
         self,
         settings: WorkerSettings,
+        config: HostConfig,
         keys: PartyKeys,
         *,
         announce: Announce,
         report_loaded: ReportLoaded,
     ) -> None:
         self._settings = settings
+        self._config = config
         self._keys = keys
         self._announce = announce
         self._report_loaded = report_loaded  # called in a thread
@@ -73,11 +77,11 @@ class WorkerProcess:
         self._is_leaving = False
         self.identity: WorkerIdentity | None = None  # set by start
 
-    async def start(self, build: BuildWorker) -> None:
+    async def start(self, make_pool: MakePool) -> None:
         """Load the model, serve, and announce; returns when requests can come.
 
         Args:
-            build: Makes the worker around the loaded engine.
+            make_pool: Makes the pool's part of the worker.
 
         Raises:
             OpenInClear: Other hosts could connect without encryption.
@@ -107,7 +111,22 @@ class WorkerProcess:
             incarnation=incarnation,
             address=join_address(settings.host, port),
         )
-        worker = build(identity, model, executor, credentials)
+        context = WorkerContext(
+            config=self._config,
+            identity=identity,
+            model=model,
+            executor=executor,
+            credentials=credentials,
+            transports=open_transports(
+                executor.engine.storage,
+                settings.device,
+                settings.host,
+                self.links.page_tls,
+                settings.ports,
+                settings.page_transport,
+            ),
+        )
+        worker = WorkerHost(context, make_pool(context))
         worker.register(server)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         reflection.enable_server_reflection(

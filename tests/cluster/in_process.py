@@ -12,14 +12,13 @@ import grpc
 from credentials.config import TlsSettings
 from credentials.door import ClusterLinks
 from decode_worker.config import DecodeConfig
-from decode_worker.worker import make_decode_worker
+from decode_worker.worker import DecodeWorker
 from kv_transfer.deadlines import TransferDeadlines
-from kv_transfer.transport import open_transports
 from llm_engine.model_files import text_folder
 from options.ports import FreePorts
 from pagewire import AsyncClient
 from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import make_prefill_worker
+from prefill_worker.worker import PrefillWorker
 from router.config import RouterConfig
 from router.membership import WorkerMember
 from router.process import connect_worker
@@ -173,28 +172,23 @@ async def start_worker(
     async def announce(identity, is_leaving):
         announced[identity.worker_id] = identity
 
-    def build(identity, model, executor, credentials):
-        common = {
-            "identity": identity,
-            "model": model,
-            "executor": executor,
-            "credentials": credentials,
-            "transports": open_transports(
-                executor.engine.storage, "cpu", HOST, process.links.page_tls
-            ),
-        }
+    def make_pool(context):
         if pool == "prefill":
-            return make_prefill_worker(config=prefill, **common)
-        return make_decode_worker(
-            config=decode,
+            return PrefillWorker(context)
+        return DecodeWorker(
+            context,
             connect_channel=process.links.connect,
             random_id=lambda: secrets.token_bytes(16),
-            **common,
         )
 
-    keys = SECRET.keys_of(pool, worker_id)
-    process = WorkerProcess(settings, keys, announce=announce, report_loaded=lambda *_: None)
-    await process.start(build)
+    process = WorkerProcess(
+        settings,
+        prefill if pool == "prefill" else decode,
+        SECRET.keys_of(pool, worker_id),
+        announce=announce,
+        report_loaded=lambda *_: None,
+    )
+    await process.start(make_pool)
     identity = announced[worker_id]
     members.append(
         WorkerMember(

@@ -24,11 +24,11 @@ from credentials.rules import WORKER_CALLERS
 from credentials.secret import ClusterSecret, calling_key
 from decode_worker import server as decode_server
 from decode_worker.config import DecodeConfig
-from decode_worker.worker import make_decode_worker
+from decode_worker.worker import DecodeWorker
 from pagewire.protos import inference_pb2, worker_pb2
 from prefill_worker import server as prefill_server
 from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import make_prefill_worker
+from prefill_worker.worker import PrefillWorker
 from tests.decode_worker.harness import MODEL, PAGE_SIZE
 from tests.router.scripted_worker import running_router
 from tests.support.cluster_keys import SECRET
@@ -91,21 +91,11 @@ async def a_worker(
     )
     monkeypatch.setattr(worker.process, "_load", lambda *_: (executor, model))
 
-    def build(identity: Any, model: Any, executor: Any, credentials: Any) -> Any:
-        common = {
-            "identity": identity,
-            "model": model,
-            "executor": executor,
-            "credentials": credentials,
-            "transports": [],
-        }
+    def make_pool(context: Any) -> Any:
         if pool == "prefill":
-            return make_prefill_worker(config=PrefillConfig(start_s=0.1), **common)
-        return make_decode_worker(
-            config=DecodeConfig(),
-            connect_channel=grpc.aio.insecure_channel,
-            random_id=lambda: bytes(16),
-            **common,
+            return PrefillWorker(context)
+        return DecodeWorker(
+            context, connect_channel=grpc.aio.insecure_channel, random_id=lambda: bytes(16)
         )
 
     async def announce(identity: Any, is_leaving) -> None:
@@ -113,11 +103,12 @@ async def a_worker(
 
     process = WorkerProcess(
         replace(SETTINGS, worker_id=f"{pool}-0", host=host),
+        PrefillConfig(start_s=0.1) if pool == "prefill" else DecodeConfig(),
         SECRET.keys_of(pool, f"{pool}-0"),
         announce=announce,
         report_loaded=lambda *_: None,
     )
-    await process.start(build)
+    await process.start(make_pool)
     try:
         yield process
     finally:

@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -16,7 +17,7 @@ from credentials.channel import ProvenChannel
 from credentials.cluster import ClusterCredentials
 from credentials.gate import ServerGate
 from decode_worker.config import DecodeConfig
-from decode_worker.worker import make_decode_worker
+from decode_worker.worker import DecodeWorker
 from grammars.wire import constraint_to_proto
 from kv_cache.prefix_cache import PrefixCache
 from kv_transfer.deadlines import TransferDeadlines
@@ -26,7 +27,7 @@ from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc
 from pagewire.protos.grpc_options import PING_AFTER_MS, PING_TIMEOUT_MS
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import make_prefill_worker
+from prefill_worker.worker import PrefillWorker
 from protos.call_guard import CallGuard
 from protos.contract import CONTRACT_VERSION
 from router.config import RouterConfig
@@ -34,7 +35,7 @@ from router.membership import WorkerMember
 from router.router import Router
 from router.tenants.gate import TenantGate
 from router.tenants.registry import Tenants
-from tests.support.cluster_keys import credentials_of, proven, worker_credentials
+from tests.support.cluster_keys import credentials_of, proven, role_of, worker_credentials
 from tests.support.conservation import router_leaks, worker_leaks
 from tests.support.fake_engine import SLOT_BYTES, FakeEngine, FakeModel
 from tests.support.history import Delta, RequestHistory
@@ -46,8 +47,9 @@ from tests.support.oracle import RequestSpec
 from tests.support.scenario import MAX_CONTEXT_TOKENS, VOCAB_SIZE, ClusterShape
 from tests.support.virtual_executor import VirtualExecutor
 from tests.support.virtual_time import Process, VirtualLoop, seeded, wait_until
+from worker.context import WorkerContext
 from worker.errors import EngineLost
-from worker.host import WorkerHost
+from worker.host import Pool, WorkerHost
 from worker.identity import ModelInfo, WorkerIdentity
 from worker.process import LAST_WORDS_S
 
@@ -197,8 +199,15 @@ class FakeCluster:
             executor.is_broken = worker_id in self.broken
             executor.toxin, executor.is_deadly = self.toxin, self.is_deadly
             transport = LoopbackTransport(self.pages, executor.storage)
-            make = self._prefill_worker if is_prefill else self._decode_worker
-            worker = make(identity, credentials, executor, transport)
+            context = WorkerContext(
+                config=self._prefill_config if is_prefill else self._decode_config,
+                identity=identity,
+                model=model_info(self.text_folder),
+                executor=executor,
+                credentials=credentials,
+                transports=[transport],
+            )
+            worker = WorkerHost(context, self._pool(context))
             worker.register(server)
         started = FakeWorker(
             identity=identity,
@@ -426,50 +435,31 @@ class FakeCluster:
             left.append(f"{self.network.num_open_calls} open calls")
         return left
 
-    def _prefill_worker(
-        self,
-        identity: WorkerIdentity,
-        credentials: ClusterCredentials,
-        executor: VirtualExecutor,
-        transport: LoopbackTransport,
-    ) -> WorkerHost:
-        config = PrefillConfig(
+    @property
+    def _prefill_config(self) -> PrefillConfig:
+        return PrefillConfig(
             max_step_tokens=self.shape.max_step_tokens,
             chunk_pages=self.shape.chunk_pages,
             max_chunk_pages=self.shape.max_chunk_pages,
             transfer_deadlines=DEADLINES,
         )
-        return make_prefill_worker(
-            config=config,
-            identity=identity,
-            model=model_info(self.text_folder),
-            executor=executor,
-            credentials=credentials,
-            transports=[transport],
-            run_blocking=run_inline,
-        )
 
-    def _decode_worker(
-        self,
-        identity: WorkerIdentity,
-        credentials: ClusterCredentials,
-        executor: VirtualExecutor,
-        transport: LoopbackTransport,
-    ) -> WorkerHost:
-        config = DecodeConfig(
+    @property
+    def _decode_config(self) -> DecodeConfig:
+        return DecodeConfig(
             max_running_sequences=self.shape.max_running_sequences,
             max_step_tokens=self.shape.max_step_tokens,
             local_prefill_max_tokens=self.shape.local_prefill_max_tokens,
             transfer_deadlines=DEADLINES,
         )
+
+    def _pool(self, context: WorkerContext[Any]) -> Pool:
+        identity = context.identity
+        if role_of(identity.worker_id) == "prefill":
+            return PrefillWorker(context, run_blocking=run_inline)
         rng = seeded(self.seed, identity.worker_id, identity.incarnation)
-        return make_decode_worker(
-            config=config,
-            identity=identity,
-            model=model_info(self.text_folder),
-            executor=executor,
-            credentials=credentials,
-            transports=[transport],
+        return DecodeWorker(
+            context,
             connect_channel=self.network.channel,
             random_id=lambda: rng.randbytes(16),
             run_blocking=run_inline,

@@ -9,15 +9,16 @@ import grpc
 
 from credentials.gate import ServerGate
 from decode_worker.config import DecodeConfig
-from decode_worker.worker import make_decode_worker
+from decode_worker.worker import DecodeWorker
 from kv_transfer.proven_sockets import ProvenSockets
 from kv_transfer.tcp import TcpTransport
 from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import make_prefill_worker
+from prefill_worker.worker import PrefillWorker
 from tests.support.cluster_keys import credentials_of, role_of
 from tests.support.fake_engine import FakeEngine, FakeModel
+from worker.context import WorkerContext
 from worker.executor import ThreadExecutor
-from worker.host import WorkerHost
+from worker.host import Pool, WorkerHost
 from worker.identity import ModelInfo, WorkerIdentity
 
 
@@ -71,28 +72,29 @@ class FakeWorkers:
             eos_token_ids=self.model.eos_token_ids,
             text_folder=self.text_folder,
         )
-        worker: WorkerHost
-        if role_of(worker_id) == "prefill":
-            worker = make_prefill_worker(
-                config=PrefillConfig(max_step_tokens=32, chunk_pages=2, max_chunk_pages=2),
-                identity=identity,
-                model=model,
-                executor=executor,
-                credentials=credentials,
-                transports=[transport],
-            )
-        else:
-            rng = random.Random(1)
-            worker = make_decode_worker(
-                config=DecodeConfig(local_prefill_max_tokens=0),
-                identity=identity,
-                model=model,
-                executor=executor,
-                credentials=credentials,
-                transports=[transport],
+        is_prefill = role_of(worker_id) == "prefill"
+        config: Any = DecodeConfig(local_prefill_max_tokens=0)
+        if is_prefill:
+            config = PrefillConfig(max_step_tokens=32, chunk_pages=2, max_chunk_pages=2)
+        context = WorkerContext(
+            config=config,
+            identity=identity,
+            model=model,
+            executor=executor,
+            credentials=credentials,
+            transports=[transport],
+        )
+        rng = random.Random(1)
+        pool: Pool = (
+            PrefillWorker(context)
+            if is_prefill
+            else DecodeWorker(
+                context,
                 connect_channel=grpc.aio.insecure_channel,
                 random_id=lambda: rng.randbytes(16),
             )
+        )
+        worker = WorkerHost(context, pool)
         worker.register(server)
         await server.start()
         await worker.start()

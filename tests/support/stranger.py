@@ -24,7 +24,7 @@ from kv_transfer.driver import run_inline
 from pagewire.protos import common_pb2, worker_pb2
 from pagewire.protos.token_ids import pack_token_ids
 from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import make_prefill_worker
+from prefill_worker.worker import PrefillWorker
 from protos.contract import CONTRACT_VERSION
 from tests.support.cluster_keys import role_of
 from tests.support.fake_cluster import DEADLINES, MODEL, FakeCluster, model_info
@@ -32,6 +32,8 @@ from tests.support.fake_engine import FakeEngine, FakeModel
 from tests.support.loopback import LoopbackTransport
 from tests.support.virtual_executor import VirtualExecutor
 from tests.support.virtual_time import Process, seeded
+from worker.context import WorkerContext
+from worker.host import WorkerHost
 from worker.identity import WorkerIdentity
 from worker.wire import worker_to_proto
 
@@ -88,15 +90,15 @@ class Stranger:
                 page_size=self._cluster.shape.page_size,
             )
             executor = VirtualExecutor(engine, token_s=0.0001)
-            worker = make_prefill_worker(
+            context = WorkerContext(
                 config=PrefillConfig(transfer_deadlines=DEADLINES),
                 identity=identity,
                 model=model_info(),
                 executor=executor,
                 credentials=ClusterCredentials(keys, identity.incarnation),
                 transports=[LoopbackTransport(self._cluster.pages, executor.storage)],
-                run_blocking=run_inline,
             )
+            worker = WorkerHost(context, PrefillWorker(context, run_blocking=run_inline))
             worker.register(server)
         await self._process.spawn(server.start())
         await self._process.spawn(worker.start())

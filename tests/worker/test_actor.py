@@ -60,7 +60,7 @@ class Actor(WorkerActor[None]):
 
     pool = "decode"
 
-    def _build(self, *_: Any) -> Any:
+    def _make_pool(self, *_: Any) -> Any:
         raise AssertionError("nothing is loaded")
 
 
@@ -106,7 +106,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
         def __init__(self, settings: WorkerSettings, *_: Any, **__: Any) -> None:
             made.append((settings.host, settings.model_dir))
 
-        async def start(self, build: Any) -> None:
+        async def start(self, make_pool: Any) -> None:
             pass
 
         async def wait_failed(self) -> None:
