@@ -35,7 +35,10 @@ class TenantsWatch:
         """Check the file until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            await self.look()
+            try:
+                await self.look()
+            except Exception:  # a bug: withdrawn tokens must not stay valid with the next change
+                log.exception("tenants_watch_failed", extra=fields(path=self._path))
 
     async def look(self) -> None:
         """Read the file if it has changed since the last time; log the result once."""

@@ -10,7 +10,7 @@ import pytest
 
 from options.option import options_of
 from router.errors import TenantsFileError
-from router.tenants import watch
+from router.tenants import file, watch
 from router.tenants.file import (
     MAX_BYTES,
     digest_of,
@@ -245,10 +245,19 @@ def test_a_changed_file_counts_and_a_broken_one_changes_nothing_and_is_told_once
     assert "cannot be read: No such file" in told[2]
 
 
-def test_a_file_is_followed_while_the_router_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_bugs", [0, 1])
+def test_a_file_is_followed_while_the_router_runs_even_after_a_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bugs: int
 ) -> None:
+    def version_of(path: Path) -> tuple[int, ...]:
+        nonlocal num_bugs
+        num_bugs -= 1
+        if num_bugs >= 0:
+            raise ZeroDivisionError
+        return file.version_of(path)
+
     monkeypatch.setattr(watch, "PERIOD_S", 0.001)
+    monkeypatch.setattr(watch, "version_of", version_of)
     path = written(tmp_path, f"acme: {{token_hashes: [{A}]}}")
     read = read_tenants(path)
     tenants = Tenants(read.rules)
