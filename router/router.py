@@ -13,6 +13,7 @@ from observability.logs import fields
 from pagewire import ClusterStatus
 from pagewire.wire import status_from
 from router.admission import Admission
+from router.call import Reception
 from router.chat_renderer import ChatRenderer, ChildRenderer
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
@@ -105,14 +106,18 @@ class Router:
             constraints=self._checker,
         )
         self.metrics = RouterMetrics()
-        self._servicer = InferenceServicer(
+        self._reception = Reception(
             admission=self.admission,
             dispatcher=self.dispatcher,
-            registry=self.registry,
-            index=self.index,
             metrics=self.metrics,
             tenants=self.tenants,
             random_id=random_id,
+            model_name=lambda: self.model_name,
+        )
+        self._servicer = InferenceServicer(
+            self._reception,
+            registry=self.registry,
+            index=self.index,
             slow_client_timeout_s=config.slow_client_timeout_s,
             describe_tls=describe_tls,
         )
@@ -167,7 +172,7 @@ class Router:
             logger.warning(
                 "requests_abandoned", extra=fields(num_requests=self.admission.num_active)
             )
-            self._servicer.abandon()
+            self._reception.abandon()
             await self.admission.wait_idle(1.0)
         await self.dispatcher.stop()
         await self.registry.stop()

@@ -15,19 +15,15 @@ from credentials.door import Encryption
 from pagewire.protos import inference_pb2, inference_pb2_grpc
 from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY
 from router import wire
-from router.admission import Admission
 from router.call import Call, Reception, read_tokenize_prompt
 from router.delivery import Delivery
-from router.dispatch import Dispatcher
 from router.errors import InvalidRequest, NoWorker, Overloaded, RequestCrashed, RouterError
 from router.many_calls import ManyCalls
-from router.metrics import RouterMetrics
 from router.pacing import OWN_CALL_US, Pace
 from router.prefix_index import PrefixIndex
 from router.statuses import status_of
 from router.tenants.account import Account
 from router.tenants.gate import current_tenant
-from router.tenants.registry import Tenants
 from router.tenants.tenant import Tenant
 from router.worker_registry import WorkerRegistry
 
@@ -41,40 +37,25 @@ DescribeTls = Callable[[], tuple[Encryption, Encryption]]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Implements InferenceService on top of admission, dispatch and registry."""
+    """Implements InferenceService on top of reception, registry and index."""
 
     def __init__(
         self,
+        reception: Reception,
         *,
-        admission: Admission,
-        dispatcher: Dispatcher,
         registry: WorkerRegistry,
         index: PrefixIndex,
-        metrics: RouterMetrics,
-        tenants: Tenants,
-        random_id: Callable[[], str],
         slow_client_timeout_s: float,
         describe_tls: DescribeTls,
     ) -> None:
-        self._admission = admission
-        self._describe_tls = describe_tls
-        self._dispatcher = dispatcher
+        self._reception = reception
+        self._admission = reception.admission
+        self._dispatcher = reception.dispatcher
+        self._tenants = reception.tenants
         self._registry = registry
         self._index = index
-        self._tenants = tenants
-        self._reception = Reception(
-            admission=admission,
-            dispatcher=dispatcher,
-            metrics=metrics,
-            tenants=tenants,
-            random_id=random_id,
-            model_name=lambda: registry.model.name if registry.model else "",
-        )
         self._slow_client_timeout_s = slow_client_timeout_s
-
-    def abandon(self) -> None:
-        """End all generations that still run."""
-        self._reception.abandon()
+        self._describe_tls = describe_tls
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -183,12 +164,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Return this router's current view of the cluster, for operators."""
         front, cluster = self._describe_tls()
         return inference_pb2.GetClusterStatusResponse(
-            workers=[
-                wire.worker_status(
-                    each.member, each.state, each.misfit, each.heartbeat, each.heartbeat_age_s
-                )
-                for each in self._registry.known_workers()
-            ],
+            workers=[wire.worker_status(each) for each in self._registry.known_workers()],
             active_requests=self._admission.num_active,
             finished_requests=self._admission.num_finished,
             resumed_requests=self._dispatcher.num_resumed,

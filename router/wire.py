@@ -38,7 +38,7 @@ from router.request import (
 )
 from router.resumption import ReceivedChoice, Resumption
 from router.tenants.tenant import Tenant
-from router.worker_report import WorkerHeartbeat, WorkerInfo
+from router.worker_report import KnownWorker, WorkerHeartbeat, WorkerInfo
 
 _POOLS: dict[int, PoolName] = {common_pb2.POOL_PREFILL: "prefill", common_pb2.POOL_DECODE: "decode"}
 _FINISHES = {
@@ -418,19 +418,17 @@ def model(
     )
 
 
-def worker_status(
-    member: WorkerMember, state: str, misfit: str, beat: WorkerHeartbeat | None, age_s: float
-) -> inference_pb2.WorkerStatus:
-    """Convert the registry's view of a worker; `state` is a name of WorkerState."""
+def worker_status(known: KnownWorker) -> inference_pb2.WorkerStatus:
+    """Convert the registry's view of a worker."""
     status = inference_pb2.WorkerStatus(
-        worker=_worker_ref(member),
-        pool=f"POOL_{member.pool.upper()}",
-        state=f"WORKER_STATE_{state}",
-        misfit=misfit,
+        worker=_worker_ref(known.member),
+        pool=f"POOL_{known.member.pool.upper()}",
+        state=f"WORKER_STATE_{known.state}",
+        misfit=known.misfit,
     )
-    if beat:
-        status.heartbeat.ParseFromString(beat.message)
-        status.heartbeat_age_ms = int(age_s * 1000)
+    if known.heartbeat:
+        status.heartbeat.ParseFromString(known.heartbeat.message)
+        status.heartbeat_age_ms = int(known.heartbeat_age_s * 1000)
     return status
 
 

@@ -23,7 +23,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import grpc
@@ -39,7 +39,7 @@ from router.membership import PoolName, WorkerMember
 from router.policy import WorkerLoad
 from router.prefix_index import PrefixIndex
 from router.request import ServedModel
-from router.worker_report import WorkerHeartbeat, WorkerInfo
+from router.worker_report import KnownWorker, WorkerHeartbeat, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -127,17 +127,6 @@ class Worker:
         share = 1 - min(1.0, beat.queued_tokens / num_tokens)
         self._num_served = share * self.num_waiting
         self._num_served_pages = share * self.num_awaited_pages
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KnownWorker:
-    """A worker as the cluster status shows it."""
-
-    member: WorkerMember
-    state: str
-    misfit: str  # see Worker
-    heartbeat: WorkerHeartbeat | None
-    heartbeat_age_s: float
 
 
 class WorkerRegistry:

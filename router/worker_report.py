@@ -1,8 +1,8 @@
-"""Workers' reports about themselves, as values."""
+"""Workers' reports about themselves, as values, and what a router knows of a worker."""
 
 from dataclasses import dataclass
 
-from router.membership import PoolName
+from router.membership import PoolName, WorkerMember
 from router.request import ServedModel
 
 
@@ -33,3 +33,14 @@ class WorkerHeartbeat:
     num_computed_tokens: int  # prompt tokens, since the worker's start
     is_draining: bool
     message: bytes  # all of it, as it came, for the cluster status
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownWorker:
+    """A worker as the cluster status shows it."""
+
+    member: WorkerMember
+    state: str  # a name of WorkerState in protos/inference.proto
+    misfit: str  # why it can never serve beside the other workers; empty: it can
+    heartbeat: WorkerHeartbeat | None  # the last; None: none has come
+    heartbeat_age_s: float
