@@ -38,9 +38,6 @@ class PrefillConfig:
     max_failed_passes: int = option(
         3, "Consecutive failed passes, probes included; then the worker restarts.", at_least=1
     )
-    start_s: float = option(
-        5.0, "Longest time from the opening of a Prefill call to its first message.", above=0
-    )
     heartbeat_s: float = option(0.5, "Period of heartbeats to a router.", above=0)
 
     transfer_deadlines: TransferDeadlines = field(default_factory=TransferDeadlines)

@@ -43,11 +43,6 @@ STATUS_CODES: dict[type[WorkerError], grpc.StatusCode] = {
 class PrefillSink(Protocol):
     """The worker, as calls see it."""
 
-    @property
-    def start_s(self) -> float:
-        """How long a call may take to send its first message."""
-        ...
-
     async def connect(
         self,
         *,
@@ -68,10 +63,16 @@ class PrefillSink(Protocol):
 
 
 class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
-    """Passes starts and transfer messages to the worker, and attempts' messages back."""
+    """Passes starts and transfer messages to the worker, and attempts' messages back.
 
-    def __init__(self, sink: PrefillSink) -> None:
+    Args:
+        sink: The worker.
+        grant_s: How long a receiver tries to send the first message of a call.
+    """
+
+    def __init__(self, sink: PrefillSink, *, grant_s: float) -> None:
         self._sink = sink
+        self._grant_s = grant_s
 
     async def Connect(
         self, request: worker_pb2.ConnectRequest, context: grpc.aio.ServicerContext
@@ -103,7 +104,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
         requests = aiter(request_iterator)
         try:
-            start = await self._read_start(requests)
+            start = await _read_start(requests, self._grant_s)
             attempt = await self._sink.open_attempt(start, receiver=current_caller())
         except WorkerError as error:
             await context.abort(STATUS_CODES[type(error)], str(error))
@@ -115,19 +116,6 @@ class PrefillServicer(worker_pb2_grpc.PrefillServiceServicer):
             reading.cancel()
             attempt.call_ended()
 
-    async def _read_start(self, requests: AsyncIterator[worker_pb2.PrefillRequest]) -> PrefillStart:
-        try:
-            async with asyncio.timeout(self._sink.start_s):
-                first = await anext(requests, None)
-        except TimeoutError:
-            raise TimedOut(f"no start within {self._sink.start_s:g} s") from None
-        if first is None or first.WhichOneof("message") != "start":
-            raise InvalidPrompt("the first message of a call must be a start")
-        try:
-            return start_from_proto(first.start)
-        except (ValueError, TransferError) as error:
-            raise InvalidPrompt(str(error)) from None
-
 
 def status_number(error: WorkerError) -> int:
     """Return the google.rpc.Code number of an error."""
@@ -135,11 +123,27 @@ def status_number(error: WorkerError) -> int:
     return number
 
 
-def register_prefill_service(server: grpc.aio.Server, sink: PrefillSink) -> None:
-    """Add PrefillService to a server."""
+def register_prefill_service(server: grpc.aio.Server, sink: PrefillSink, *, grant_s: float) -> None:
+    """Add PrefillService to a server; see PrefillServicer."""
     worker_pb2_grpc.add_PrefillServiceServicer_to_server(  # type: ignore[no-untyped-call]
-        PrefillServicer(sink), server
+        PrefillServicer(sink, grant_s=grant_s), server
     )
+
+
+async def _read_start(
+    requests: AsyncIterator[worker_pb2.PrefillRequest], timeout_s: float
+) -> PrefillStart:
+    try:
+        async with asyncio.timeout(timeout_s):
+            first = await anext(requests, None)
+    except TimeoutError:
+        raise TimedOut(f"no start within {timeout_s:g} s") from None
+    if first is None or first.WhichOneof("message") != "start":
+        raise InvalidPrompt("the first message of a call must be a start")
+    try:
+        return start_from_proto(first.start)
+    except (ValueError, TransferError) as error:
+        raise InvalidPrompt(str(error)) from None
 
 
 async def _read(requests: AsyncIterator[worker_pb2.PrefillRequest], attempt: Attempt) -> None:

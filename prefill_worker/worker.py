@@ -74,7 +74,8 @@ class PrefillWorker:
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add PrefillService to a server."""
-        register_prefill_service(server, self)
+        grant_s = self._config.transfer_deadlines.grant_s
+        register_prefill_service(server, self, grant_s=grant_s)
 
     def planned(self, plan: StepPlan) -> None:
         """Pass on pages that were already in the cache."""
@@ -115,11 +116,6 @@ class PrefillWorker:
         await self._accepted.close()
 
     # Interface of calls (see server.PrefillSink).
-
-    @property
-    def start_s(self) -> float:
-        """How long a call may take to send its first message."""
-        return self._config.start_s
 
     async def connect(
         self,

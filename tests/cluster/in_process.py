@@ -78,7 +78,6 @@ async def in_process_cluster(
         chunk_pages=chunk_pages,
         max_chunk_pages=chunk_pages,
         max_step_tokens=256 if is_large else 2048,
-        start_s=60 if is_large else 5,
         transfer_deadlines=transfer,
     )
     decode = DecodeConfig(local_prefill_max_tokens=0, transfer_deadlines=transfer)

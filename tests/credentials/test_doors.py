@@ -103,7 +103,7 @@ async def a_worker(
 
     process = WorkerProcess(
         replace(SETTINGS, worker_id=f"{pool}-0", host=host),
-        PrefillConfig(start_s=0.1) if pool == "prefill" else DecodeConfig(),
+        PrefillConfig() if pool == "prefill" else DecodeConfig(),
         SECRET.keys_of(pool, f"{pool}-0"),
         announce=announce,
         report_loaded=lambda *_: None,

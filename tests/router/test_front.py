@@ -95,8 +95,6 @@ def methods() -> Iterator[str]:
 
 
 class Sink:
-    start_s = 5.0
-
     def open_attempt(self, start: Any) -> None:
         raise AssertionError("garbage is no start")
 
@@ -118,7 +116,9 @@ def test_no_method_of_any_service_takes_garbage_for_a_bug(
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(ScriptedWorker("decode-0"), workers)
         worker_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(Sink()), workers)
-        worker_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(Sink()), workers)
+        worker_pb2_grpc.add_PrefillServiceServicer_to_server(
+            PrefillServicer(Sink(), grant_s=5.0), workers
+        )
         ports = [server.add_insecure_port("127.0.0.1:0") for server in (front, workers)]
         for server in (front, workers):
             await server.start()
