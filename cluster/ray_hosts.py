@@ -13,14 +13,13 @@ from cluster.attach import last_line
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError, PlacementError
 from cluster.placement import host_options
+from cluster.places import Node
 from llm_engine.errors import EngineError
 from llm_engine.model_identity import ModelIdentity, read_identity
 from worker.own_host import HostFound, HostOptions, host_names, look
 
 LOOK_TIMEOUT_S = 120.0  # for a process to start on each host and read some bytes of each tensor
 CHECK_PERIOD_S = 0.2  # between two checks whether the start was given up
-
-Node = Mapping[str, Any]  # as ray.nodes() describes it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
