@@ -7,7 +7,7 @@ once.
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -292,128 +292,78 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        problems = []
-        if not self.host and not self.network_interface:
-            problems.append(
-                WrongOption(
-                    "{}: found {!r}; allowed: a host name or an address, without a port, or empty "
-                    "with {}",
-                    OptionName("host"),
-                    self.host,
-                    OptionName("network_interface"),
-                )
-            )
-        if self.model_paths and not self.ray_address:
-            problems.append(
-                WrongOption(
-                    "{}: found {!r}; allowed: none without {}, because all workers are on one host",
-                    OptionName("model_paths"),
-                    self.model_paths,
-                    OptionName("ray_address"),
-                )
-            )
-        if self.ray_address and self.workers_per_gpu > 1:
-            problems.append(
-                WrongOption(
-                    "{}: found {!r}; allowed: 1 with {}, where Ray gives each worker a GPU of its "
-                    "own",
-                    OptionName("workers_per_gpu"),
-                    self.workers_per_gpu,
-                    OptionName("ray_address"),
-                )
-            )
-        if self.device == "cpu" and self.workers_per_gpu > 1:
-            problems.append(
-                WrongOption(
-                    "{}: found {!r}; allowed: 1 with {} cpu, where no worker has a GPU",
-                    OptionName("workers_per_gpu"),
-                    self.workers_per_gpu,
-                    OptionName("device"),
-                )
-            )
-        if self.pool_resources and not self.ray_address:
-            problems.append(
-                WrongOption(
-                    "{}: found {!r}; allowed: false without {}, because one host has both pools",
-                    OptionName("pool_resources"),
-                    self.pool_resources,
-                    OptionName("ray_address"),
-                )
-            )
-        if self.pool_resources and self.device == "auto":
-            problems.append(
-                WrongOption(
-                    "{}: found {!r}; allowed: cpu or cuda with {}, because hosts may join later",
-                    OptionName("device"),
-                    self.device,
-                    OptionName("pool_resources"),
-                )
-            )
-        problems += pool_problems(
-            self.pools,
-            num_prefill=self.prefill,
-            ray_address=self.ray_address,
-            device=self.device,
-            workers_per_gpu=self.workers_per_gpu,
-            max_running_sequences=self.decode_worker.max_running_sequences,
-        )
-        if self.http_port and self.http_port == self.port:
-            problems.append(
-                WrongOption(
-                    "{}: found {!r}; allowed: a port other than {}, which is the router's",
-                    OptionName("http_port"),
-                    self.http_port,
-                    OptionName("port"),
-                )
-            )
-        for name in ("port", "http_port"):
-            if self.controller_port and self.controller_port == getattr(self, name):
-                problems.append(
-                    WrongOption(
-                        "{}: found {!r}; allowed: a port other than {}, where clients connect",
-                        OptionName("controller_port"),
-                        self.controller_port,
-                        OptionName(name),
-                    )
-                )
-        for name in ("port", "http_port", "controller_port"):
-            if self.router.metrics_port and self.router.metrics_port == getattr(self, name):
-                problems.append(
-                    WrongOption(
-                        "{}: found {!r}; allowed: a port other than {}",
-                        OptionName("router.metrics_port"),
-                        self.router.metrics_port,
-                        OptionName(name),
-                    )
-                )
-        if self.worker_metrics_ports and self.router.tenants_file and not self.tls.is_on:
-            problems.append(
-                WrongOption(
-                    "{}: found {!r}; allowed: none with {} and without {}, because tenants may not "
-                    "see workers, and only a certificate keeps them out",
-                    OptionName("worker_metrics_ports"),
-                    self.worker_metrics_ports,
-                    OptionName("router.tenants_file"),
-                    OptionName("tls.certificate_file"),
-                )
-            )
-        dead_after_s = self.router.dead_after_s
-        for section, pool in (
-            ("prefill_worker", self.prefill_worker),
-            ("decode_worker", self.decode_worker),
-        ):
-            if dead_after_s < 2 * pool.heartbeat_s:
-                problems.append(
-                    WrongOption(
-                        "{}: found {!r}; allowed: at least twice {}, which is {!r}",
-                        OptionName("router.dead_after_s"),
-                        dead_after_s,
-                        OptionName(f"{section}.heartbeat_s"),
-                        pool.heartbeat_s,
-                    )
-                )
+        problems = [
+            *self._problems_of_hosts(),
+            *pool_problems(
+                self.pools,
+                num_prefill=self.prefill,
+                ray_address=self.ray_address,
+                device=self.device,
+                workers_per_gpu=self.workers_per_gpu,
+                max_running_sequences=self.decode_worker.max_running_sequences,
+            ),
+            *self._problems_of_ports(),
+            *self._problems_of_times(),
+        ]
         if problems:
             raise WrongOptions(problems)
+
+    def _problems_of_hosts(self) -> Iterator[WrongOption]:
+        if not self.host and not self.network_interface:
+            allowed = "a host name or an address, without a port, or empty with {}"
+            yield _wrong("host", self.host, allowed, "network_interface")
+        if self.model_paths and not self.ray_address:
+            allowed = "none without {}, because all workers are on one host"
+            yield _wrong("model_paths", self.model_paths, allowed, "ray_address")
+        if self.ray_address and self.workers_per_gpu > 1:
+            allowed = "1 with {}, where Ray gives each worker a GPU of its own"
+            yield _wrong("workers_per_gpu", self.workers_per_gpu, allowed, "ray_address")
+        if self.device == "cpu" and self.workers_per_gpu > 1:
+            allowed = "1 with {} cpu, where no worker has a GPU"
+            yield _wrong("workers_per_gpu", self.workers_per_gpu, allowed, "device")
+        if self.pool_resources and not self.ray_address:
+            allowed = "false without {}, because one host has both pools"
+            yield _wrong("pool_resources", self.pool_resources, allowed, "ray_address")
+        if self.pool_resources and self.device == "auto":
+            allowed = "cpu or cuda with {}, because hosts may join later"
+            yield _wrong("device", self.device, allowed, "pool_resources")
+
+    def _problems_of_ports(self) -> Iterator[WrongOption]:
+        if self.http_port and self.http_port == self.port:
+            allowed = "a port other than {}, which is the router's"
+            yield _wrong("http_port", self.http_port, allowed, "port")
+        for name in ("port", "http_port"):
+            if self.controller_port and self.controller_port == getattr(self, name):
+                allowed = "a port other than {}, where clients connect"
+                yield _wrong("controller_port", self.controller_port, allowed, name)
+        metrics_port = self.router.metrics_port
+        for name in ("port", "http_port", "controller_port"):
+            if metrics_port and metrics_port == getattr(self, name):
+                yield _wrong("router.metrics_port", metrics_port, "a port other than {}", name)
+        if self.worker_metrics_ports and self.router.tenants_file and not self.tls.is_on:
+            yield _wrong(
+                "worker_metrics_ports",
+                self.worker_metrics_ports,
+                "none with {} and without {}, because tenants may not see workers, and only a "
+                "certificate keeps them out",
+                "router.tenants_file",
+                "tls.certificate_file",
+            )
+
+    def _problems_of_times(self) -> Iterator[WrongOption]:
+        dead_after_s = self.router.dead_after_s
+        for section in ("prefill_worker", "decode_worker"):
+            heartbeat_s = getattr(self, section).heartbeat_s
+            if dead_after_s < 2 * heartbeat_s:
+                allowed = f"at least twice {{}}, which is {heartbeat_s!r}"
+                option_name = f"{section}.heartbeat_s"
+                yield _wrong("router.dead_after_s", dead_after_s, allowed, option_name)
+
+
+def _wrong(name: str, found: object, allowed: str, *others: str) -> WrongOption:
+    """Make a problem of an option's value; `allowed` has {} for each of the other options."""
+    names = map(OptionName, others)
+    return WrongOption(f"{{}}: found {{!r}}; allowed: {allowed}", OptionName(name), found, *names)
 
 
 def _is_ipv6(host: str) -> bool:
