@@ -19,6 +19,7 @@ from router.settings import RouterSettings
 log = logging.getLogger(__name__)
 
 FIND_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 15.0  # beyond the grace, for everything that then ends
 
 
 @kept_by_name
@@ -88,7 +89,8 @@ class RouterActor:
 
     async def _begin_anew(self, grace_s: float) -> None:
         try:
-            await self._process.stop(grace_s)
+            async with asyncio.timeout(grace_s + CLOSE_TIMEOUT_S):
+                await self._process.stop(grace_s)
         except Exception:
             log.exception("stop_failed")
         os._exit(1)
