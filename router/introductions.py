@@ -54,5 +54,8 @@ class Introductions:
         except asyncio.CancelledError:  # during the call
             if is_own_cancellation():
                 raise
+        except Exception:  # a bug with one worker must not end the introductions of all
+            worker_id = worker.member.worker_id
+            logger.exception("introduction_crashed", extra=fields(worker_id=worker_id))
         else:
             self._told[worker] = prefills

@@ -1,5 +1,10 @@
 """Decode workers hear of prefill workers before requests need them."""
 
+from typing import Any
+
+import pytest
+
+from router import wire
 from tests.router.scripted_worker import ScriptedWorker, running_router
 from tests.support.virtual_time import run_virtual, wait_until
 
@@ -46,6 +51,25 @@ def test_a_decode_worker_that_fails_to_meet_serves_and_is_told_again() -> None:
 
             shy.is_shy = False
             await wait_until(lambda: shy.met == [["prefill-0:1"]], timeout_s=10.0)
+
+    run_virtual(main())
+
+
+def test_a_bug_in_one_introduction_ends_not_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    meet, num_bugs = wire.meet, 1
+
+    async def crash_once(*args: Any, **options: Any) -> None:
+        nonlocal num_bugs
+        num_bugs -= 1
+        if num_bugs == 0:
+            raise ZeroDivisionError("a bug")
+        await meet(*args, **options)
+
+    async def main() -> None:
+        monkeypatch.setattr(wire, "meet", crash_once)
+        worker = ScriptedWorker("decode-0")
+        async with running_router(worker, ScriptedWorker("prefill-0", pool="prefill")):
+            await wait_until(lambda: worker.met == [["prefill-0:1"]], timeout_s=10.0)
 
     run_virtual(main())
 
