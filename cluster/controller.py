@@ -107,7 +107,7 @@ class ControllerActor:
             )
             self._address = await self._members.start()
         except Exception:
-            if not ray.get_runtime_context().was_current_actor_reconstructed:
+            if not _has_come_back():
                 raise  # the launcher reports it
             # Ray gives up an actor whose constructor raises, but restarts a dead process.
             log.exception("controller_start_failed")
@@ -357,8 +357,11 @@ class ControllerActor:
             self._publish()
 
     async def was_ready(self, worker_id: str) -> bool:
-        """Return whether an earlier process of this worker has served."""
-        return worker_id in self._membership
+        """Return whether an earlier process of this worker has served, as far as it may be known.
+
+        A controller that has just come back knows of none that has died meanwhile.
+        """
+        return worker_id in self._membership or (self._is_young() and _has_come_back())
 
     async def report_loaded(self, worker_id: str, done_bytes: int, total_bytes: int) -> None:
         """Note the progress of a worker's weights; fast loads are never reported."""
@@ -476,6 +479,11 @@ def own_address(config: ClusterConfig) -> str:
         return LOOPBACK
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     return address
+
+
+def _has_come_back() -> bool:
+    """Return whether this is not the controller's first process."""
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _now() -> float:

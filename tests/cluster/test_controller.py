@@ -43,6 +43,8 @@ class World:
         self.now = 100.0
         self.names = [*worker_ids(2, 2), "router-0"]
         self.ended = set()  # names of actors that Ray still lists
+        self.context = SimpleNamespace(was_current_actor_reconstructed=False)
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: self.context)
         monkeypatch.setattr(ray.util, "list_named_actors", lambda: self.names)
         monkeypatch.setattr(ray, "get_actor", self._actor)
         monkeypatch.setattr(
@@ -291,6 +293,22 @@ def test_a_controller_that_has_just_come_back_kills_no_worker_of_a_host_that_goe
         world.on_host["n1"] = ["decode-0"]
         await world.controller.evacuate("n1", 5.0)
         assert world.told[-1] == ("restart", "decode-0", 5.0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("has_come_back", [False, True])
+def test_a_worker_may_have_served_before_its_controller_came_back(world, has_come_back):
+    """Then a start that fails is tried again; otherwise Ray would give it up for good."""
+
+    async def main():
+        world.context.was_current_actor_reconstructed = has_come_back
+        await world.controller.__init__(world.deployment)
+        assert await world.controller.was_ready("decode-0") is has_come_back
+        world.now += 2 * HEARD_S
+        assert not await world.controller.was_ready("decode-0")
+        await world.announce("decode-0")
+        assert await world.controller.was_ready("decode-0")
 
     asyncio.run(main())
 
