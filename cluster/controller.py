@@ -225,15 +225,18 @@ class ControllerActor:
         await self._dismiss((worker_id,), grace_s)
         return name, actor
 
-    async def restart(self, worker_id: str, grace_s: float) -> None:
+    async def restart(self, worker_id: str, grace_s: float) -> int:
         """Have a worker finish its requests within `grace_s` seconds, and restart.
+
+        Returns:
+            The incarnation that ends.
 
         Raises:
             ClusterError: Nothing has changed.
         """
         self._check_open()
         check_restart(self._workers(), worker_id)
-        self._membership.restart(worker_id)
+        ending = self._membership.restart(worker_id)
         await self._push_all()
         try:
             actor = ray.get_actor(worker_id)
@@ -244,6 +247,7 @@ class ControllerActor:
             ) from None
         log.info("worker_restarted", extra=fields(worker_id=worker_id, grace_s=grace_s))
         actor.restart.remote(grace_s)
+        return ending
 
     async def evacuate(self, node_id: str, grace_s: float) -> frozenset[str]:
         """Let the workers of a host end there, and start elsewhere when there is room.

@@ -105,9 +105,10 @@ class Membership:
         """Note that a worker is to leave, whichever of its processes."""
         self._leaving[worker_id] = grace_s
 
-    def restart(self, worker_id: str) -> None:
-        """Note that the latest start of a member drains, and ends for a restart."""
-        self._restarting[worker_id] = self._members[worker_id].incarnation
+    def restart(self, worker_id: str) -> int:
+        """Note that the latest start of a member drains, and ends for a restart; return it."""
+        incarnation = self._restarting[worker_id] = self._members[worker_id].incarnation
+        return incarnation
 
     def grace_of(self, member: WorkerMember) -> float | None:
         """Return the grace of a start that does not know that it must leave; None: it stays."""

@@ -76,9 +76,8 @@ def _check_contracts(contracts: Contracts) -> None:
 
 
 def _restart_worker(controller: Any, name: str, grace_s: float, deadline: float) -> None:
-    before = _start_of(name)
-    ask(controller.restart.remote(name, grace_s))
-    _wait(name, deadline, lambda: _serves_again(name, before))
+    ending: int = ask(controller.restart.remote(name, grace_s))
+    _wait(name, deadline, lambda: _serves_again(name, ending))
 
 
 def _restart_front(controller: Any, name: str, grace_s: float, deadline: float) -> None:
@@ -110,27 +109,20 @@ def _left(name: str) -> StartError:
     )
 
 
-def _start_of(name: str) -> int | None:
-    """Return the start of a worker that the router sees ready; None: there is none."""
-    try:
-        ready: dict[str, int] = ask(ray.get_actor(ROUTER_NAME).ready_workers.remote())
-    except (ClusterError, ValueError):
-        return None
-    return ready.get(name)
-
-
-def _serves_again(name: str, before: int | None) -> bool:
-    """Return whether the router sees a new start of a worker ready.
+def _serves_again(name: str, ending: int) -> bool:
+    """Return whether the router sees another start of a worker ready than the one that ends.
 
     Raises:
         StartError: The router cannot use it; waiting would not help.
     """
-    if _start_of(name) not in (None, before):
-        return True
     try:
-        misfits: dict[str, str] = ask(ray.get_actor(ROUTER_NAME).misfits.remote())
-    except (ClusterError, ValueError):
+        router = ray.get_actor(ROUTER_NAME)
+        ready: dict[str, int] = ask(router.ready_workers.remote())
+        misfits: dict[str, str] = ask(router.misfits.remote())
+    except (ClusterError, ValueError):  # it restarts
         return False
+    if ready.get(name, ending) != ending:
+        return True
     if misfit := misfits.get(name):
         raise StartError(
             f"{name} has restarted and gets no requests from this router: {misfit}; the others are "

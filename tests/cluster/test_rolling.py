@@ -63,6 +63,23 @@ def test_a_worker_is_waited_for_until_another_start_of_it_serves(monkeypatch):
     ]
 
 
+def test_the_start_that_ends_is_not_taken_for_the_next_one(monkeypatch):
+    """By a router that has just come back, and sees it before it hears that it is to end."""
+    cluster = Cluster(monkeypatch)
+    start = cluster.starts.pop("decode-0")
+
+    def restart(name, grace_s):
+        cluster.starts[name] = start
+        return start
+
+    cluster.restart = SimpleNamespace(remote=restart)
+    cluster.on_look = lambda: cluster.starts.update({"decode-0": start + 1})
+
+    restart_cluster(cluster, ["decode-0"], 7.0, lambda line: None)
+
+    assert cluster.looks == 10
+
+
 @pytest.mark.parametrize(
     ("running", "refused"), [((1,), True), ((1, 2), False), ((), False), ((2,), False)]
 )
