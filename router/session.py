@@ -127,7 +127,8 @@ class Stream:
             return
         self.generation.failed_passes = failure.failed_passes
         if failure.code in _RETRYABLE:
-            self.end_attempt(AttemptFailed(failure.message, is_refusal=True))
+            has_computed = failure.code == _ABORTED  # a pass failed
+            self.end_attempt(AttemptFailed(failure.message, is_refusal=not has_computed))
         elif failure.code == _RESOURCE_EXHAUSTED:
             self.end_attempt(AttemptFailed(failure.message, is_refusal=True, is_overload=True))
         else:

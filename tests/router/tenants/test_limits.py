@@ -247,6 +247,26 @@ def test_a_call_that_found_no_worker_uses_nothing_of_the_limits() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize(
+    ("code", "num_prompt_tokens"), [(UNAVAILABLE, 0), (grpc.StatusCode.ABORTED, 3)]
+)
+def test_a_prompt_whose_passes_fail_was_computed_and_counts(
+    code: grpc.StatusCode, num_prompt_tokens: int
+) -> None:
+    async def fail(session: Session, submit: worker_pb2.SubmitRequest) -> None:
+        session.fail(submit, code)
+
+    async def main() -> None:
+        known = tenants(rules("acme"))
+        async with running_router(ScriptedWorker("decode-0", serve=fail), tenants=known) as tested:
+            answer = await tested.generate(token="acme")
+            assert answer.error is not None
+            assert answer.error.code() is grpc.StatusCode.ABORTED, "given up"
+            assert counts_of(tested, "acme").prompt_tokens == num_prompt_tokens
+
+    run_virtual(main())
+
+
 def test_a_caller_that_gives_up_before_its_turn_gets_its_tokens_back_but_has_begun() -> None:
     async def main() -> None:
         known = tenants(rules("acme", requests_per_s=0.001, burst=3, tokens_per_minute=60))
