@@ -8,6 +8,7 @@ import logging
 import os
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -146,11 +147,7 @@ class WorkerActor(ABC, Generic[Config]):
     async def _leave(self, grace_s: float) -> None:
         worker_id = self._settings.worker_id
         log.info("worker_drains", extra=fields(worker_id=worker_id, grace_s=grace_s))
-        try:
-            async with asyncio.timeout(grace_s + CLOSE_TIMEOUT_S):
-                await self._process.drain(grace_s)
-        except Exception:
-            log.exception("drain_failed", extra=fields(worker_id=worker_id))
+        await self._end(self._process.drain, grace_s)
         assert self._process.identity
         call: Any = self._controller.worker_left.remote(
             worker_id, self._process.identity.incarnation
@@ -164,12 +161,16 @@ class WorkerActor(ABC, Generic[Config]):
     async def _begin_anew(self, grace_s: float) -> None:
         worker_id = self._settings.worker_id
         log.info("worker_restarts", extra=fields(worker_id=worker_id, grace_s=grace_s))
+        await self._end(self._process.stop, grace_s)
+        os._exit(1)
+
+    async def _end(self, stop: Callable[[float], Awaitable[None]], grace_s: float) -> None:
+        """Stop in order; return also if that fails or takes too long, as the process ends then."""
         try:
             async with asyncio.timeout(grace_s + CLOSE_TIMEOUT_S):
-                await self._process.stop(grace_s)
+                await stop(grace_s)
         except Exception:
-            log.exception("stop_failed", extra=fields(worker_id=worker_id))
-        os._exit(1)
+            log.exception("stop_failed", extra=fields(worker_id=self._settings.worker_id))
 
     async def _announce(self, identity: "WorkerIdentity", is_leaving: bool) -> None:
         own = ray.get_runtime_context()
