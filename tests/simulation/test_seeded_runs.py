@@ -110,9 +110,9 @@ def test_every_request_gets_the_oracles_tokens(family: str, seeds: range) -> Non
 
 
 def test_a_suspect_is_not_blamed_for_a_step_that_only_copied_its_pages() -> None:
-    result = run("deadly", 6246)
+    result = run("deadly", 171)  # of 6,000 seeds one of two in which it would be
 
-    assert result.lost_engines == ["decode-0", "decode-0"]
+    assert result.lost_engines == ["prefill-0", "decode-0"]
     assert result.violations == []
 
 
