@@ -66,7 +66,7 @@ class Connection(HttpToolsProtocol):
         self._places = places
         self._refusals = refusals
         self._head_bytes = 0  # of the whole parts of the head that is being read
-        self._unparsed_bytes = 0  # that came for it and may be incomplete
+        self._unparsed_bytes = 0  # that came after the last whole head or part of a body
         self._num_headers = 0
         self._part = _Part.BETWEEN
         self._framing: list[bytes] = []  # of a body that the parser takes for another protocol
@@ -110,20 +110,16 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._is_deaf:
             return
-        before = self._part
+        self._unparsed_bytes += len(data)
         try:
             self._feed(data)
         except httptools.HttpParserError as error:
             self._refuse(self._refusal or _invalid(error, data))
             return
-        if self._part is _Part.BODY or self._is_answering:
-            return
-        if self._head_timer is None:
+        if self._unparsed_bytes > self._limits.max_head_bytes:
+            self._refuse(_large_head(self._limits.max_head_bytes))
+        elif not (self._part is _Part.BODY or self._is_answering or self._head_timer):
             self._await_head()
-        if self._part is before:  # an incomplete part was not counted
-            self._unparsed_bytes += len(data)
-            if self._unparsed_bytes > self._limits.max_head_bytes:
-                self._refuse(_large_head(self._limits.max_head_bytes))
 
     def _feed(self, data: bytes) -> None:
         while data:
@@ -174,6 +170,7 @@ class Connection(HttpToolsProtocol):
         if self._is_framing:
             return
         self._part = _Part.BODY
+        self._unparsed_bytes = 0
         self._await_no_head()
         if len(self.pipeline) >= MAX_PIPELINED:
             message = f"more than {MAX_PIPELINED} requests wait on this connection"
@@ -187,6 +184,11 @@ class Connection(HttpToolsProtocol):
                 if each[0] in (b"content-length", b"transfer-encoding")
             ]
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of a request's body."""
+        self._unparsed_bytes = 0
+        super().on_body(body)
 
     def _check_head(self) -> None:
         version = self.parser.get_http_version()

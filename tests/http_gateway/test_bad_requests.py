@@ -344,6 +344,13 @@ def test_a_head_that_is_too_large_is_refused(address, name):
     assert_within(answer.seconds, AT_ONCE_S)
 
 
+def test_a_trailer_without_end_is_refused(address):
+    kind = {"content_type": "application/json", "transfer_encoding": "chunked"}
+    answer = exchange(address, request(CHAT, **kind) + b"2\r\n{}\r\n0\r\nx: " + b"a" * 300_000)
+
+    assert (answer.status, answer.error["code"]) == (431, "headers_too_large")
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\n", b"\r\n"])
 def test_a_head_that_does_not_come_is_refused(address, sent):
     answer = exchange(address, sent)

@@ -95,6 +95,27 @@ def test_a_client_that_leaves_cancels_its_call_at_the_router(path, is_stream, sc
         until(served.backend.cancelled.is_set)
 
 
+def test_a_head_that_grows_while_another_request_is_answered_ends_the_connection():
+    end = threading.Event()
+
+    async def script(call, context):
+        while not end.is_set():
+            await asyncio.sleep(0.01)
+        yield response("x", [1], finish_reason=STOP, usage=usage())
+
+    with (
+        gateway(lambda: scripted(script)) as served,
+        socket.create_connection(served.host_and_port, timeout=10) as connection,
+    ):
+        connection.sendall(request(TEXT, body_of(TEXT)))
+        until(lambda: served.backend.requests)
+        connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * 300_000)
+        end.set()
+
+        assert read_answer(connection, 0.0).status == 200
+        assert is_closed(connection)
+
+
 def waiting(cancelled, fails=()):
     """A script whose calls wait until they are cancelled, and are noted then; some fail at once."""
 
