@@ -12,6 +12,7 @@ from enum import Enum, auto
 from typing import Any
 
 import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from http_gateway.config import GatewayConfig
@@ -184,6 +185,8 @@ class Connection(HttpToolsProtocol):
                 if each[0] in (b"content-length", b"transfer-encoding")
             ]
         super().on_headers_complete()
+        if sum(len(cycle.body) for cycle, _ in self.pipeline) <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()  # paused for a request that waits; its client may leave
 
     def on_body(self, body: bytes) -> None:
         """Take a part of a request's body."""

@@ -95,6 +95,31 @@ def test_a_client_that_leaves_cancels_its_call_at_the_router(path, is_stream, sc
         until(served.backend.cancelled.is_set)
 
 
+def test_a_client_that_leaves_is_noticed_although_it_has_sent_its_next_request():
+    with gateway(lambda: scripted(never_begins)) as served:
+        with socket.create_connection(served.host_and_port) as connection:
+            connection.sendall(request(TEXT, body_of(TEXT)))
+            until(lambda: served.backend.requests)
+            connection.sendall(request("/health", method="GET"))
+        until(served.backend.cancelled.is_set)
+
+
+def test_no_more_is_read_behind_requests_whose_bodies_are_many_bytes():
+    body = request(TEXT, body_of(TEXT, prompt="x" * 60_000))
+    with (
+        gateway(lambda: scripted(never_begins)) as served,
+        socket.create_connection(served.host_and_port) as client,
+    ):
+        client.sendall(request(TEXT, body_of(TEXT)))
+        until(lambda: served.backend.requests)
+        (connection,) = served.server._server.server_state.connections
+        for num_waiting in (1, 2, 3):
+            client.sendall(body)
+            until(lambda num=num_waiting: len(connection.pipeline) == num)
+
+        until(lambda: connection.flow.read_paused)
+
+
 def test_a_head_that_grows_while_another_request_is_answered_ends_the_connection():
     end = threading.Event()
 
