@@ -76,7 +76,7 @@ class Connection(HttpToolsProtocol):
         self._refusal: HttpError | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._linger_timer: asyncio.TimerHandle | None = None
+        self._end_timer: asyncio.TimerHandle | None = None  # set once no more answers are written
         self._answering: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -97,7 +97,7 @@ class Connection(HttpToolsProtocol):
         """Tell the request that is being answered, even if others wait."""
         super().connection_lost(exc)
         self._places.leave(self)
-        for timer in (self._head_timer, self._write_timer, self._linger_timer):
+        for timer in (self._head_timer, self._write_timer, self._end_timer):
             if timer:
                 timer.cancel()
         self._unset_keepalive_if_required()
@@ -105,6 +105,10 @@ class Connection(HttpToolsProtocol):
         if self._is_answering:
             assert self._answering
             self._disconnect(self._answering)
+
+    def eof_received(self) -> None:
+        """Take a client that sends nothing more for one that has left."""
+        self._close()
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, unless the connection is about to close."""
@@ -271,7 +275,7 @@ class Connection(HttpToolsProtocol):
         self._is_deaf = True
         self._await_no_head()
         self._write_refusal(_too_many_connections(self._limits.max_connections))
-        self._raw.close()
+        self._close()
 
     def _write_refusal(self, refusal: HttpError) -> None:
         self._refusals.write(status=refusal.status, reason=str(refusal))
@@ -291,18 +295,26 @@ class Connection(HttpToolsProtocol):
         Closing a socket that holds unread data resets the connection, and the client may lose the
         part of the answer that it has not read yet.
         """
-        if self._linger_timer or self._raw.is_closing():
+        if self.is_closing:
             return
         self._places.keep(self)
+        self._await_no_head()  # a refusal could not be written
         if not self._is_deaf and self._part is not _Part.BODY:
-            self._raw.close()
+            self._close()
             return
         self._is_deaf = True
-        self._await_no_head()  # a second refusal could not be written
         if self._raw.can_write_eof():
             self._raw.write_eof()
         self.flow.resume_reading()
-        self._linger_timer = self.loop.call_later(LINGER_S, self._raw.close)
+        self._end_timer = self.loop.call_later(LINGER_S, self._close)
+
+    def _close(self) -> None:
+        """Close; the client has some time for what it has not read yet."""
+        if self._end_timer:
+            self._end_timer.cancel()
+        self._raw.close()
+        seconds = self._limits.slow_client_timeout_s
+        self._end_timer = self.loop.call_later(seconds, self._drop_slow_client)
 
     def end_after_answer(self) -> None:
         """Close after the answer that runs; requests that wait behind it get none."""
@@ -317,7 +329,7 @@ class Connection(HttpToolsProtocol):
     @property
     def is_closing(self) -> bool:
         """Whether no more answers are written."""
-        return self._linger_timer is not None or self._raw.is_closing()
+        return self._end_timer is not None or self._raw.is_closing()
 
     def pause_writing(self) -> None:
         """Give a client that reads nothing some time."""

@@ -141,6 +141,27 @@ def test_a_head_that_grows_while_another_request_is_answered_ends_the_connection
         assert is_closed(connection)
 
 
+@pytest.mark.parametrize("who", ["idle gateway", "client"])
+def test_a_closed_connection_whose_client_reads_nothing_is_given_up(who):
+    """Less is unread than makes the gateway's writers wait."""
+    limits = {"idle_timeout_s": 0.2, "slow_client_timeout_s": 0.3}
+    with gateway(lambda: scripted(two_words), **limits) as served:
+        state = served.server._server.server_state
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(served.host_and_port)
+            connection = until(lambda: next(iter(state.connections), None))
+            while not connection._raw.get_write_buffer_size():
+                num_answers = state.total_requests
+                client.sendall(request("/page/cluster.js", method="GET"))
+                until(lambda before=num_answers: state.total_requests > before)
+            assert not connection.flow.write_paused
+            if who == "client":
+                client.shutdown(socket.SHUT_WR)
+
+            until(lambda: not state.connections)
+
+
 def waiting(cancelled, fails=()):
     """A script whose calls wait until they are cancelled, and are noted then; some fail at once."""
 
