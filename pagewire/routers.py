@@ -193,9 +193,14 @@ class Routers:
                 else:
                     raise last.error from failure
             except asyncio.CancelledError:
-                if self.is_closed and not is_own_cancellation():
+                if is_own_cancellation():
+                    raise
+                if self.is_closed:
                     raise closed() from None
-                raise
+                if address in self.addresses:
+                    raise
+                # `move` has closed its channel.
+                return await self._call_each(method, request, timeout_s, deadline, metadata)
         assert last is not None, "there is an address"
         return last
 

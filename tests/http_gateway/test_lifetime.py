@@ -24,7 +24,15 @@ from tests.http_gateway.conftest import openai as client_of
 from tests.http_gateway.parrot import parrot, write_folder
 from tests.http_gateway.raw_http import exchange, is_closed, read_answer, request
 from tests.http_gateway.serving import gateway, real_router, scripted
-from tests.pagewire.scripted_service import abort, response, retry_after, serving, usage, violation
+from tests.pagewire.scripted_service import (
+    ScriptedService,
+    abort,
+    response,
+    retry_after,
+    serving,
+    usage,
+    violation,
+)
 from tests.support.wall_clock import assert_within
 
 CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -421,6 +429,45 @@ def test_a_router_that_is_away_is_told_at_once_and_found_when_it_comes_back():
             await server.stop(0.0)
 
     asyncio.run(scenario())
+
+
+def test_a_short_call_whose_router_is_replaced_meanwhile_is_made_at_the_new_one(monkeypatch):
+    answer = ScriptedService.Tokenize
+    asked = []
+
+    async def hang_once(self, request, context):
+        asked.append(self)
+        if len(asked) == 1:
+            await asyncio.sleep(60)
+        return await answer(self, request, context)
+
+    async def scenario():
+        async with serving(two_words) as (old, _), serving(two_words) as (new, _):
+            where = [old]
+
+            async def find_routers():
+                return where
+
+            server = GatewayServer(find_routers, config=GatewayConfig(), host="127.0.0.1", port=0)
+            host, _, port = (await server.start()).rpartition(":")
+            tokenize = request("/tokenize", json.dumps({"prompt": "x"}))
+            calls = []
+            try:
+                for _ in range(2):
+                    call = asyncio.to_thread(exchange, (host, int(port)), tokenize)
+                    calls.append(asyncio.create_task(call))
+                    async with asyncio.timeout(5):
+                        while not asked:
+                            await asyncio.sleep(0.01)
+                    where = [new]
+                return [(await each).status for each in calls]
+            finally:
+                await server.stop(0.0)
+
+    monkeypatch.setattr(ScriptedService, "Tokenize", hang_once)
+
+    assert asyncio.run(scenario()) == [200, 200]
+    assert [each is asked[0] for each in asked] == [True, False, False]
 
 
 def test_calls_that_lose_their_router_fail_and_say_why():
