@@ -146,5 +146,5 @@ class GapsCollector(Collector):
             labels=BY_MODEL,
         )
         if model := self._model():
-            family.add_metric((model,), self._gaps.buckets(), self._gaps.sum_s)
+            family.add_metric((model,), self._gaps.buckets(), self._gaps.sum)
         yield family

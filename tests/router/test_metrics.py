@@ -97,7 +97,7 @@ def test_gaps_are_counted_by_length_and_tokens_that_come_together_share_theirs()
 
     assert len(buckets) == len(BOUNDS_S) + 1
     assert [buckets[each] for each in ("0.001", "0.015", "0.02", "10.0", "+Inf")] == [1, 1, 3, 3, 4]
-    assert gaps.sum_s == pytest.approx(100.041)
+    assert gaps.sum == pytest.approx(100.041)
 
 
 def test_metrics_are_for_operators() -> None:
