@@ -29,7 +29,7 @@ MAX_PIPELINED = 8  # requests that wait while another one is answered
 _HTTP_2 = "Pause on PRI"  # the parser's words for the first bytes of HTTP/2
 _TLS = b"\x16\x03"  # a handshake, of any version
 TOO_MANY_WAIT = "too_many_pipelined_requests"
-LINGER_S = 1.0  # for a client that still sends what nobody reads
+LINGER_S = 1.0  # for a client that still sends what nobody reads, or says no goodbye
 # Notice within a minute that a peer has vanished: seconds of silence, between probes,
 # and number of probes.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
@@ -73,6 +73,7 @@ class Connection(HttpToolsProtocol):
         self._framing: list[bytes] = []  # of a body that the parser takes for another protocol
         self._is_framing = False  # the parser is told of it
         self._is_deaf = False  # reads and drops: the connection is about to close
+        self._is_stopping = False  # the gateway
         self._refusal: HttpError | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -273,7 +274,6 @@ class Connection(HttpToolsProtocol):
     def give_way(self) -> None:
         """Refuse a client that has sent no request, and close at once, for a newcomer."""
         self._is_deaf = True
-        self._await_no_head()
         self._write_refusal(_too_many_connections(self._limits.max_connections))
         self._close()
 
@@ -308,13 +308,27 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()
         self._end_timer = self.loop.call_later(LINGER_S, self._close)
 
+    def shutdown(self) -> None:
+        """Close after the answer that runs, if one does: the gateway stops."""
+        self._is_stopping = True
+        super().shutdown()
+        if self._raw.is_closing():
+            self._close()  # it has less time now
+
     def _close(self) -> None:
-        """Close; the client has some time for what it has not read yet."""
+        """Close; the client has some time for what it has not read yet.
+
+        Over TLS it must say goodbye, too. Idle clients do not, so a stop does not wait for it; nor
+        does a refusal, or silent strangers would keep their places.
+        """
+        self._await_no_head()
         if self._end_timer:
             self._end_timer.cancel()
-        self._raw.close()
-        seconds = self._limits.slow_client_timeout_s
-        self._end_timer = self.loop.call_later(seconds, self._drop_slow_client)
+        if not self._raw.is_closing():
+            self._raw.close()  # once: after a second call, asyncio's TLS cannot abort
+        is_brief = self.scheme == "https" and (self._is_stopping or self._is_deaf)
+        seconds = LINGER_S if is_brief else self._limits.slow_client_timeout_s
+        self._end_timer = self.loop.call_later(seconds, self.abort)
 
     def end_after_answer(self) -> None:
         """Close after the answer that runs; requests that wait behind it get none."""

@@ -16,7 +16,7 @@ from credentials.door import Door, front_door, is_loopback_host
 from http_gateway.accept_errors import AcceptErrors
 from http_gateway.app import build_app
 from http_gateway.config import GatewayConfig
-from http_gateway.connection import LINGER_S, Connection
+from http_gateway.connection import Connection
 from http_gateway.found_routers import FindRouters
 from http_gateway.places import Places
 from http_gateway.wire import RouterLink
@@ -95,7 +95,7 @@ class GatewayServer:
             "server_header": False,
             "timeout_keep_alive": self._config.idle_timeout_s,
         }
-        self._server = _Server(uvicorn.Config(**settings), context, self._config.head_timeout_s)
+        self._server = _Server(uvicorn.Config(**settings), context, self._config)
         serving = self._server.serve(sockets=[listener])
         self._serving = asyncio.create_task(serving, name="http-gateway")
         address = join_address(self._host, listener.getsockname()[1])
@@ -126,20 +126,20 @@ class _Server(uvicorn.Server):
     Args:
         config: uvicorn's.
         context: The TLS context; None: connections are in clear.
-        handshake_s: Longest time for a client to begin TLS; uvicorn leaves it a minute.
+        limits: The gateway's; uvicorn leaves a client a minute to begin TLS, asyncio half a minute
+            to end it, and so to read the rest of its answer.
     """
 
     def __init__(
-        self, config: uvicorn.Config, context: ssl.SSLContext | None, handshake_s: float
+        self, config: uvicorn.Config, context: ssl.SSLContext | None, limits: GatewayConfig
     ) -> None:
         super().__init__(config)
         self._tls: dict[str, Any] = {}
         if context is not None:
             self._tls = {
                 "ssl": context,
-                "ssl_handshake_timeout": handshake_s,
-                # asyncio, and so a stop, would wait half a minute for a client's goodbye.
-                "ssl_shutdown_timeout": LINGER_S,
+                "ssl_handshake_timeout": limits.head_timeout_s,
+                "ssl_shutdown_timeout": limits.slow_client_timeout_s,
             }
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

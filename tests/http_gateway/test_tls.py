@@ -15,6 +15,7 @@ import pytest
 from cluster.certificates import own_client
 from cluster.config import ClusterConfig
 from credentials.door import front_door
+from http_gateway import connection
 from pagewire import Tls
 from tests.http_gateway.serving import Gateway, gateway, scripted
 from tests.pagewire.scripted_service import response, usage
@@ -162,3 +163,35 @@ def test_it_connects_to_a_router_over_tls(authority: Authority) -> None:
         connection.request("GET", "/v1/models")
         answer = connection.getresponse()
         assert (answer.status, b"does not speak TLS" in answer.read()) == (503, True)
+
+
+def test_a_refused_client_that_says_no_goodbye_is_soon_gone(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "LINGER_S", 0.1)
+    door = front_door(authority.settings())
+    with gateway(lambda: scripted(hello), door=door, max_head_bytes=500) as served:
+        client = connect(served, context_of(authority)).sock
+        client.sendall(b"GET /%b HTTP/1.1\r\n\r\n" % (b"x" * 2000))
+        assert client.recv(100).startswith(b"HTTP/1.1 431 ")
+        began = time.monotonic()
+        while served.server._server.server_state.connections:  # type: ignore[union-attr]
+            assert_within(time.monotonic() - began, 4)
+            time.sleep(0.01)
+
+
+def test_a_client_that_pauses_gets_the_rest_of_its_last_answer(authority: Authority) -> None:
+    async def megabytes(request: Any, context: Any) -> AsyncIterator[Any]:
+        for index in range(5):
+            yield response("x" * 1_000_000, [1], first_index=index)
+        yield response("", [1], first_index=5, finish_reason=STOP, usage=usage())
+
+    door = front_door(authority.settings())
+    with gateway(lambda: scripted(megabytes), door=door) as served:
+        client = connect(served, context_of(authority))
+        headers = {"content-type": "application/json", "connection": "close"}
+        client.request("POST", "/v1/completions", json.dumps({"prompt": "x"}), headers)
+        answer = client.getresponse()
+        time.sleep(connection.LINGER_S + 0.5)
+
+        assert len(json.load(answer)["choices"][0]["text"]) == 5_000_000
