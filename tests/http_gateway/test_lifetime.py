@@ -14,10 +14,12 @@ import openai
 import pytest
 
 from http_gateway.config import GatewayConfig
+from http_gateway.found_routers import FoundRouters
 from http_gateway.server import GatewayServer
 from observability.logs import ATTRIBUTE
-from pagewire import calls
+from pagewire import ClosedError, UnavailableError, calls
 from pagewire.protos import common_pb2
+from pagewire.routers import Connector
 from router import front
 from tests.http_gateway.canaries import singing
 from tests.http_gateway.conftest import openai as client_of
@@ -33,6 +35,7 @@ from tests.pagewire.scripted_service import (
     usage,
     violation,
 )
+from tests.support.virtual_time import run_virtual
 from tests.support.wall_clock import assert_within
 
 CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -429,6 +432,31 @@ def test_a_router_that_is_away_is_told_at_once_and_found_when_it_comes_back():
             await server.stop(0.0)
 
     asyncio.run(scenario())
+
+
+def test_those_who_look_for_a_router_at_the_same_time_look_together():
+    num_looks = 0
+
+    async def find_routers():
+        nonlocal num_looks
+        num_looks += 1
+        await asyncio.sleep(5)
+        raise UnavailableError("the router is starting", code="UNAVAILABLE")
+
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        routers = FoundRouters(find_routers, Connector())
+        told = await asyncio.gather(*(routers.locate() for _ in range(9)), return_exceptions=True)
+        assert {type(each) for each in told} == {UnavailableError}
+        assert (loop.time(), num_looks) == (5, 1)
+
+        waiting = asyncio.create_task(routers.locate())
+        await asyncio.sleep(1)
+        await routers.aclose()
+        with pytest.raises(ClosedError):
+            await waiting
+
+    run_virtual(scenario())
 
 
 def test_a_short_call_whose_router_is_replaced_meanwhile_is_made_at_the_new_one(monkeypatch):
