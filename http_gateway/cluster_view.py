@@ -4,11 +4,13 @@ import asyncio
 import json
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from http_gateway.exchange import Exchange
 from http_gateway.wire import RouterLink
 from pagewire import ClusterStatus, WorkerStatus
+from pagewire.protos.call_tasks import mark_seen
 
 FRESH_S = 0.5  # the period of heartbeats; one query of the router serves all viewers
 HEADERS = (
@@ -19,25 +21,31 @@ HEADERS = (
 
 
 class ClusterView:
-    """Shares one status among concurrent viewers with the same rights."""
+    """Shares one answer of the router among concurrent viewers with the same rights."""
 
     def __init__(self, link: RouterLink) -> None:
         self._link = link
-        self._asking = asyncio.Lock()
-        self._shown: dict[str, tuple[float, bytes]] = {}  # caller |-> until (loop time), what
+        self._shown: dict[str, asyncio.Task[bytes]] = {}  # caller |-> what it is shown
 
     async def show(self, exchange: Exchange, _: dict[str, Any]) -> None:
         """Answer with the status; raises PagewireError if the router does not report it."""
-        loop = asyncio.get_running_loop()
-        async with self._asking:
-            caller, now = self._link.key(exchange.authorization), loop.time()
-            self._shown = {key: each for key, each in self._shown.items() if now < each[0]}
-            if caller not in self._shown:
-                status = await self._link.status(exchange.authorization)
-                shown = json.dumps(cluster_json(status, time.time())).encode()
-                self._shown[caller] = loop.time() + FRESH_S, shown
-            shown = self._shown[caller][1]
+        caller = self._link.key(exchange.authorization)
+        asking = self._shown.get(caller)
+        if asking is None:
+            asking = asyncio.create_task(self._ask(exchange.authorization), name="ask-cluster")
+            asking.add_done_callback(partial(self._keep, caller))
+            self._shown[caller] = asking
+        # Shielded: a viewer that leaves must not end the question of the others.
+        shown = await asyncio.shield(asking)
         await exchange.answer(200, shown, HEADERS)
+
+    async def _ask(self, authorization: str) -> bytes:
+        status = await self._link.status(authorization)
+        return json.dumps(cluster_json(status, time.time())).encode()
+
+    def _keep(self, caller: str, asked: "asyncio.Task[bytes]") -> None:
+        mark_seen(asked)
+        asyncio.get_running_loop().call_later(FRESH_S, self._shown.pop, caller)
 
 
 def cluster_json(status: ClusterStatus, time_s: float) -> dict[str, Any]:

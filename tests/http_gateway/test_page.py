@@ -1,18 +1,22 @@
 """The files of the page and GET /cluster, as bytes; test_page_in_browser.py runs them."""
 
+import asyncio
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from http_gateway import cluster_view
 from http_gateway.page_files import FOLDER, POLICY
+from pagewire import UnavailableError
 from tests.http_gateway.lively_cluster import LivelyCluster
 from tests.http_gateway.raw_http import exchange, request
 from tests.http_gateway.serving import gateway, scripted
 from tests.http_gateway.test_lifetime import two_words
 from tests.support.distributions import SERVER
+from tests.support.virtual_time import run_virtual
 
 FILES = sorted(path.name for path in FOLDER.iterdir())
 SCRIPTS = [name for name in FILES if name.endswith(".js")]
@@ -185,3 +189,23 @@ def test_without_a_router_the_cluster_is_an_error_with_words(monkeypatch):
 
     assert (status, body["error"]["code"]) == (503, "unavailable")
     assert "away" in body["error"]["message"]
+
+
+def test_all_who_look_while_the_router_hangs_are_told_at_the_same_time():
+    class HangingRouter:
+        def key(self, authorization):
+            return authorization
+
+        async def status(self, authorization):
+            await asyncio.sleep(10)
+            raise UnavailableError("away", code="UNAVAILABLE")
+
+    async def scenario():
+        view = cluster_view.ClusterView(HangingRouter())
+        viewers = (view.show(SimpleNamespace(authorization="key"), {}) for _ in range(9))
+        told = await asyncio.gather(*viewers, return_exceptions=True)
+
+        assert {type(each) for each in told} == {UnavailableError}
+        assert asyncio.get_running_loop().time() == 10
+
+    run_virtual(scenario())
