@@ -19,7 +19,7 @@ class Answers:
 
     Args:
         num_calls: The number of started calls.
-        cancel: Cancels running calls; called once, when the reader closes early.
+        cancel: Cancels running calls: after an error of one, or when the reader closes early.
         tick_s: Period after which `next` returns without news.
     """
 
@@ -76,6 +76,7 @@ class Answers:
             self._num_running -= 1
         elif self._error is None:
             self._error, self.failed_call = error, call
+            self._cancel()
         self._wake()
 
     def _tick(self) -> None:

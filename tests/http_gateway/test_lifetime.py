@@ -13,6 +13,7 @@ import grpc
 import openai
 import pytest
 
+from http_gateway.answers import Answers
 from http_gateway.config import GatewayConfig
 from http_gateway.found_routers import FoundRouters
 from http_gateway.server import GatewayServer
@@ -206,6 +207,22 @@ def test_a_call_of_a_batch_that_fails_ends_the_others():
         )
         assert answer.status == 503
         until(lambda: sorted(cancelled) == ["a", "c"])
+
+
+def test_a_call_of_a_batch_that_fails_ends_the_others_though_nobody_reads():
+    async def scenario():
+        ends = []
+        answers = Answers(2, cancel=lambda: ends.append("cancelled"), tick_s=1.0)
+        answers.add(0, "text")
+        answers.end(1, UnavailableError("no worker", code="UNAVAILABLE"))
+
+        assert ends == ["cancelled"]
+        assert await answers.next() == [(0, "text")]
+        with pytest.raises(UnavailableError):
+            await answers.next()
+        answers.close()
+
+    run_virtual(scenario())
 
 
 def test_a_client_that_takes_nothing_is_disconnected_and_holds_up_nobody():
