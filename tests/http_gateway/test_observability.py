@@ -63,11 +63,11 @@ def test_each_request_is_one_line_without_what_it_holds(served, caplog):
         ("/tokenize", {"prompt": SECRET}),
         (f"/{TOKEN}?key={TOKEN}", {}),
     ]
-    for path, body in bodies:
+    for number, (path, body) in enumerate(bodies, start=1):
         headers = {"authorization": f"Bearer {TOKEN}", "x_api_key": TOKEN}
         exchange(served.host_and_port, request(path, json.dumps(body), **headers))
+        until(lambda num=number: len(lines(caplog)) >= num)  # a line follows its answer
 
-    until(lambda: len(lines(caplog)) >= len(bodies))  # the last one follows its answer
     found = lines(caplog)
     assert len(found) == len(bodies)
     text = "\n".join(f"{each.getMessage()} {vars(each)}" for each in caplog.records)
