@@ -590,6 +590,22 @@ def test_ray_waits_for_what_ends_running_requests(rendered, pod, title, waits):
     assert (waited, over) == (9 if waits else 0, 0)
 
 
+def test_a_head_that_keeps_workers_away_prefers_nodes_that_they_cannot_use(rendered):
+    affinity = rendered["production"].head.spec["affinity"]
+    (avoided,) = affinity["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    (preferred,) = affinity["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+
+    components = {
+        each["template"]["metadata"]["labels"][checks.COMPONENT]
+        for each in rendered["production"].cluster["spec"]["workerGroupSpecs"]
+    }
+    (of_workers,) = avoided["labelSelector"]["matchExpressions"]
+    assert set(of_workers["values"]) == components
+    assert preferred["preference"]["matchExpressions"] == [
+        {"key": "nvidia.com/gpu.present", "operator": "NotIn", "values": ["true"]}
+    ]
+
+
 def test_the_processes_that_ray_waits_for_exist():
     sources = {"Router": "router", "Prefill": "prefill_worker", "Decode": "decode_worker"}
     for name, package in sources.items():
