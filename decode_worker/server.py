@@ -14,7 +14,7 @@ from decode_worker.wire import request_from_proto, session_response
 from observability.logs import fields
 from pagewire.protos import worker_pb2, worker_pb2_grpc
 from worker import server
-from worker.errors import InternalError, TimedOut, WorkerError
+from worker.errors import InternalError, WorkerError
 from worker.identity import WorkerIdentity
 from worker.wire import worker_from_proto
 
@@ -152,12 +152,8 @@ def register_decode_service(server: grpc.aio.Server, sink: RequestSink) -> None:
 async def _read_hello(
     requests: AsyncIterator[worker_pb2.SessionRequest],
 ) -> worker_pb2.SessionHello:
-    try:
-        async with asyncio.timeout(HELLO_S):
-            first = await anext(requests, None)
-    except TimeoutError:
-        raise TimedOut(f"no hello within {HELLO_S:g} s") from None
-    if first is None or first.WhichOneof("message") != "hello":
+    first = await server.first_message(requests, "hello", HELLO_S)
+    if first is None:
         raise InvalidRequest("the first message of a session must be a hello")
     return first.hello
 

@@ -24,7 +24,7 @@ from prefill_worker.errors import (
 )
 from prefill_worker.wire import PrefillStart, response_to_proto, start_from_proto
 from worker import server
-from worker.errors import TimedOut, WorkerError
+from worker.errors import WorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -133,12 +133,8 @@ def register_prefill_service(server: grpc.aio.Server, sink: PrefillSink, *, gran
 async def _read_start(
     requests: AsyncIterator[worker_pb2.PrefillRequest], timeout_s: float
 ) -> PrefillStart:
-    try:
-        async with asyncio.timeout(timeout_s):
-            first = await anext(requests, None)
-    except TimeoutError:
-        raise TimedOut(f"no start within {timeout_s:g} s") from None
-    if first is None or first.WhichOneof("message") != "start":
+    first = await server.first_message(requests, "start", timeout_s)
+    if first is None:
         raise InvalidPrompt("the first message of a call must be a start")
     try:
         return start_from_proto(first.start)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -38,6 +39,7 @@ STATUS_CODES: dict[type[WorkerError], grpc.StatusCode] = {
     StaleIncarnation: grpc.StatusCode.FAILED_PRECONDITION,
     OtherContract: grpc.StatusCode.FAILED_PRECONDITION,
 }
+Message = TypeVar("Message", worker_pb2.PrefillRequest, worker_pb2.SessionRequest)
 POOLS = {"prefill": common_pb2.POOL_PREFILL, "decode": common_pb2.POOL_DECODE}
 
 
@@ -141,3 +143,19 @@ def _batch_to_proto(batch: EventBatch) -> worker_pb2.SubscribeCacheEventsRespons
         stored=b"".join(batch.stored),
         removed=b"".join(batch.removed),
     )
+
+
+async def first_message(
+    requests: AsyncIterator[Message], kind: str, timeout_s: float
+) -> Message | None:
+    """Return the first message of a call; None if it is not of this kind, or does not come.
+
+    Raises:
+        TimedOut: Nothing has come in time.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            first = await anext(requests, None)
+    except TimeoutError:
+        raise TimedOut(f"no {kind} within {timeout_s:g} s") from None
+    return first if first is not None and first.WhichOneof("message") == kind else None
