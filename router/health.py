@@ -6,10 +6,10 @@ from collections.abc import Callable
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from router.reported_wait import wait_reported
 from router.worker_registry import WorkerRegistry
 
 INFERENCE_SERVICE = "pagewire.v1.InferenceService"
-PATIENCE_S = 2.0  # before a wait is reported: workers that serve are connected sooner
 _REFRESH_S = 60.0  # a change is noticed at once; this only bounds the wait
 
 
@@ -36,17 +36,12 @@ class Health:
                 self._was_ready.set()
 
     async def wait_ready(self, waits: Callable[[str], None]) -> None:
-        """Wait until the router has been ready for the first time; the caller bounds the wait.
-
-        Args:
-            waits: Called once, with the reason, if this takes longer than PATIENCE_S.
-        """
-        try:
-            await asyncio.wait_for(self._was_ready.wait(), PATIENCE_S)
-        except TimeoutError:
-            waits(f"no decode worker takes requests{self._registry.told_misfits('decode')}")
-            await self._was_ready.wait()
+        """Wait until the router has been ready for the first time; see wait_reported."""
+        await wait_reported(self._was_ready, self._why_not_ready, waits)
 
     async def stop(self) -> None:
         """Report not serving from now on."""
         await self._servicer.enter_graceful_shutdown()
+
+    def _why_not_ready(self) -> str:
+        return f"no decode worker takes requests{self._registry.told_misfits('decode')}"

@@ -20,12 +20,12 @@ from pagewire.wire import NO_GRPC
 from router import wire
 from router.errors import ControllerGone
 from router.membership import WorkerMember
+from router.reported_wait import wait_reported
 
 logger = logging.getLogger(__name__)
 
 SILENT_S = 6.0  # of a controller that sends all members once a second
 RETRY_S = 0.5
-PATIENCE_S = 2.0  # before a wait is reported: a first attempt may fail, and the next one succeed
 START_S = 15.0  # a controller that still places processes answers late, and is not lost
 UNKNOWN_INCARNATION = 0
 # What no wait cures, in the words of `pagewire router`: in Ray, a router is given the right ones.
@@ -91,16 +91,8 @@ class MemberFeed:
             await asyncio.sleep(RETRY_S)
 
     async def wait_followed(self, waits: Callable[[str], None]) -> None:
-        """Wait until the controller has sent its members, even none; the caller bounds the wait.
-
-        Args:
-            waits: Called once, with the reason, if this takes longer than PATIENCE_S.
-        """
-        try:
-            await asyncio.wait_for(self._followed.wait(), PATIENCE_S)
-        except TimeoutError:
-            waits(self._reason)
-            await self._followed.wait()
+        """Wait until the controller has sent its members, even none; see wait_reported."""
+        await wait_reported(self._followed, lambda: self._reason, waits)
 
     def _note_lost(self, reason: str) -> None:
         self._reason = reason

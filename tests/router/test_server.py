@@ -20,7 +20,7 @@ from pagewire.protos import (
 )
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from router.config import RouterConfig
-from router.health import PATIENCE_S
+from router.reported_wait import PATIENCE_S
 from router.router import Router
 from router.tokenizer import Tokenizer
 from tests.router.scripted_worker import (
