@@ -10,13 +10,11 @@ from credentials.channel import ProvenChannel
 from credentials.cluster import ClusterCredentials
 from credentials.gate import ServerGate
 from decode_worker.config import DecodeConfig
-from decode_worker.worker import DecodeWorker
 from kv_transfer.driver import run_inline
 from llm_engine.sampling import SamplingParams
 from pagewire.protos import common_pb2, worker_pb2, worker_pb2_grpc
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import PrefillWorker
 from protos.contract import CONTRACT_VERSION
 from tests.support.cluster_keys import credentials_of, proven, worker_credentials
 from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens
@@ -24,8 +22,9 @@ from tests.support.loopback import LoopbackNetwork, LoopbackTransport
 from tests.support.memory_grpc import MemoryChannel, MemoryNetwork
 from tests.support.virtual_executor import VirtualExecutor
 from tests.support.virtual_time import Process, run_virtual, seeded, wait_until
+from tests.support.worker_hosts import host_of
 from worker.context import WorkerContext
-from worker.host import Pool, WorkerHost
+from worker.host import WorkerHost
 from worker.identity import ModelInfo, WorkerIdentity
 from worker.wire import sampling_to_proto, worker_to_proto
 
@@ -196,17 +195,9 @@ class WorkerCluster:
                 credentials=credentials,
                 transports=[transport],
             )
-            pool: Pool = (
-                PrefillWorker(context, run_blocking=run_inline)
-                if is_prefill
-                else DecodeWorker(
-                    context,
-                    connect_channel=self._connect_channel,
-                    random_id=lambda: rng.randbytes(16),
-                    run_blocking=run_inline,
-                )
+            worker = host_of(
+                context, rng=rng, connect_channel=self._connect_channel, run_blocking=run_inline
             )
-            worker = WorkerHost(context, pool)
             worker.register(server)
         await process.spawn(server.start())
         await process.spawn(worker.start())

@@ -9,7 +9,6 @@ import random
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import grpc
 
@@ -17,7 +16,6 @@ from credentials.channel import ProvenChannel
 from credentials.cluster import ClusterCredentials
 from credentials.gate import ServerGate
 from decode_worker.config import DecodeConfig
-from decode_worker.worker import DecodeWorker
 from grammars.wire import constraint_to_proto
 from kv_cache.prefix_cache import PrefixCache
 from kv_transfer.deadlines import TransferDeadlines
@@ -27,7 +25,6 @@ from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc
 from pagewire.protos.grpc_options import PING_AFTER_MS, PING_TIMEOUT_MS
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import PrefillWorker
 from protos.call_guard import CallGuard
 from protos.contract import CONTRACT_VERSION
 from router.config import RouterConfig
@@ -35,7 +32,7 @@ from router.membership import WorkerMember
 from router.router import Router
 from router.tenants.gate import TenantGate
 from router.tenants.registry import Tenants
-from tests.support.cluster_keys import credentials_of, proven, role_of, worker_credentials
+from tests.support.cluster_keys import credentials_of, proven, worker_credentials
 from tests.support.conservation import router_leaks, worker_leaks
 from tests.support.fake_engine import SLOT_BYTES, FakeEngine, FakeModel
 from tests.support.history import Delta, RequestHistory
@@ -47,9 +44,10 @@ from tests.support.oracle import RequestSpec
 from tests.support.scenario import MAX_CONTEXT_TOKENS, VOCAB_SIZE, ClusterShape
 from tests.support.virtual_executor import VirtualExecutor
 from tests.support.virtual_time import Process, VirtualLoop, seeded, wait_until
+from tests.support.worker_hosts import host_of
 from worker.context import WorkerContext
 from worker.errors import EngineLost
-from worker.host import Pool, WorkerHost
+from worker.host import WorkerHost
 from worker.identity import ModelInfo, WorkerIdentity
 from worker.process import LAST_WORDS_S
 
@@ -207,7 +205,12 @@ class FakeCluster:
                 credentials=credentials,
                 transports=[transport],
             )
-            worker = WorkerHost(context, self._pool(context))
+            worker = host_of(
+                context,
+                rng=seeded(self.seed, worker_id, identity.incarnation),
+                connect_channel=self.network.channel,
+                run_blocking=run_inline,
+            )
             worker.register(server)
         started = FakeWorker(
             identity=identity,
@@ -451,18 +454,6 @@ class FakeCluster:
             max_step_tokens=self.shape.max_step_tokens,
             local_prefill_max_tokens=self.shape.local_prefill_max_tokens,
             transfer_deadlines=DEADLINES,
-        )
-
-    def _pool(self, context: WorkerContext[Any]) -> Pool:
-        identity = context.identity
-        if role_of(identity.worker_id) == "prefill":
-            return PrefillWorker(context, run_blocking=run_inline)
-        rng = seeded(self.seed, identity.worker_id, identity.incarnation)
-        return DecodeWorker(
-            context,
-            connect_channel=self.network.channel,
-            random_id=lambda: rng.randbytes(16),
-            run_blocking=run_inline,
         )
 
 

@@ -9,16 +9,14 @@ import grpc
 
 from credentials.gate import ServerGate
 from decode_worker.config import DecodeConfig
-from decode_worker.worker import DecodeWorker
 from kv_transfer.proven_sockets import ProvenSockets
 from kv_transfer.tcp import TcpTransport
 from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import PrefillWorker
 from tests.support.cluster_keys import credentials_of, role_of
 from tests.support.fake_engine import FakeEngine, FakeModel
+from tests.support.worker_hosts import host_of
 from worker.context import WorkerContext
 from worker.executor import ThreadExecutor
-from worker.host import Pool, WorkerHost
 from worker.identity import ModelInfo, WorkerIdentity
 
 
@@ -84,17 +82,7 @@ class FakeWorkers:
             credentials=credentials,
             transports=[transport],
         )
-        rng = random.Random(1)
-        pool: Pool = (
-            PrefillWorker(context)
-            if is_prefill
-            else DecodeWorker(
-                context,
-                connect_channel=grpc.aio.insecure_channel,
-                random_id=lambda: rng.randbytes(16),
-            )
-        )
-        worker = WorkerHost(context, pool)
+        worker = host_of(context, rng=random.Random(1), connect_channel=grpc.aio.insecure_channel)
         worker.register(server)
         await server.start()
         await worker.start()
