@@ -57,7 +57,7 @@ test: $(DEV_READY) $(TRAINED) $(PROMTOOL) ## the suite for hosts without GPUs
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not cluster and not thorough and not browser" $(ARGS)
 	$(TEST_ENV) $(PY) -m pytest -m "cluster and not gpu and not thorough" $(CLUSTER_TESTS) $(ARGS)
 
-quick: $(DEV_READY) ## fast tests that need neither torch nor Ray: less than a minute
+quick: $(DEV_READY) ## fast tests that need neither torch nor Ray: about a minute
 	$(TEST_ENV) $(PY) -m pytest -n $(QUICK_JOBS) -p tests.support.light_imports -k "not machine and not protocol_model and not liveness and not wheels" -m "not cluster and not thorough" $(QUICK) $(ARGS)
 
 thorough: $(DEV_READY) $(JOBS_READY) ## tests that take long and seldom find anything
