@@ -42,9 +42,9 @@ from pagewire.types import (
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 NO_GRPC = "Failed parsing HTTP/2"  # gRPC's words for HTTP/1.1, SSH and others
-# gRPC's words for a connection that could not be made, or broke
 # What gRPC puts before the reason: that other addresses failed, too, and the address once more.
 _LAST_ERROR = re.compile(r"failed to connect .*last error: \w+: ipv\S+ (?:Failed to .*?: )?")
+# gRPC's words for a connection that could not be made, or broke
 _UNREACHED = ("failed to connect", "DNS resolution failed", "Socket closed", "Stream removed")
 _STOPS = "ROUTER_STOPS"  # reason of a router's UNAVAILABLE
 _TOO_LARGE = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")  # gRPC's words
