@@ -21,7 +21,7 @@ from credentials.secret import ClusterSecret
 from observability.logs import ATTRIBUTE
 from pagewire.protos import controller_pb2, controller_pb2_grpc
 from protos.contract import CONTRACT_VERSION
-from router import member_feed, process
+from router import member_feed, process, reported_wait
 from router.errors import ControllerGone
 from router.member_feed import MemberFeed
 from router.membership import WorkerMember
@@ -139,7 +139,7 @@ def test_a_controller_counts_as_lost_once_it_was_followed_or_is_late(
 
 
 def test_who_waits_for_a_controller_is_told_once_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_feed, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(reported_wait, "PATIENCE_S", 0.5)
 
     async def main() -> None:
         said: list[str] = []
@@ -179,7 +179,7 @@ async def _reason_to_wait(address: str, secret: ClusterSecret) -> str:
 
 
 def test_who_waits_with_wrong_options_is_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_feed, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(reported_wait, "PATIENCE_S", 1.0)
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
