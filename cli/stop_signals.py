@@ -6,8 +6,9 @@ An exception in the middle of a start of Ray would leave its processes behind.
 import asyncio
 import os
 import signal
-import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -18,6 +19,32 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STANDARD_OUTPUTS = (1, 2)  # file descriptors
 
 
+class Stopped:
+    """An event that a signal handler may set in the middle of a wait for it.
+
+    threading.Event takes a lock for both, so the handler would wait for the code that it interrupts
+    for ever.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._wakes = SimpleQueue[None]()  # whose methods may interrupt each other
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._wakes.put(None)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Return whether it is set, as soon as it is or after so many seconds."""
+        if not self._is_set:
+            with suppress(Empty):
+                self._wakes.put(self._wakes.get(timeout=timeout_s))  # for others that wait
+        return self._is_set
+
+
 class StopSignals:
     """While entered, notes SIGINT, SIGTERM and SIGHUP, which a closing terminal sends.
 
@@ -26,7 +53,7 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.stopped = threading.Event()
+        self.stopped = Stopped()
         # A note for Interrupted on what a signal does not end.
         self.goes_on = ""
         self._number = 0

@@ -256,6 +256,39 @@ def test_a_signal_is_noted_and_raised_where_somebody_looks():
     assert caught.value.exit_code == 143
 
 
+# Sends itself SIGINT before the n-th line that Python executes in a wait.
+WAIT = """
+import os, signal, sys
+from cli.stop_signals import StopSignals
+
+def interrupt(frame, event, _):
+    global lines
+    if event == "line":
+        lines -= 1
+        if lines == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+    return interrupt
+
+for n in range(1, 60):
+    lines = n
+    with StopSignals() as signals:
+        sys.settrace(interrupt)
+        signals.stopped.wait(0.001)
+        sys.settrace(None)
+        assert signals.stopped.wait(0.1) == (lines <= 0)
+print(lines)
+"""
+
+
+def test_a_signal_may_come_at_any_moment_of_a_wait_for_it():
+    result = subprocess.run(
+        [sys.executable, "-c", WAIT], capture_output=True, text=True, timeout=30
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 0, "the last signal came after the wait: none before was missed"
+
+
 def test_a_signal_cancels_what_is_running():
     ends = []
 
