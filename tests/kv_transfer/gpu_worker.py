@@ -93,6 +93,7 @@ def check_death_of_sender(
         abort_s: The longest that the abort may take.
     """
     connect(sender, receiver, "c0")
+    move(sender, receiver, ALL, ALL)  # compiles kernels, which takes seconds
     receiver.tell("receive until broken", ALL, 2.0)
     sender.tell("send for ever", ALL)
     assert not receiver.pipe.poll(1.0)

@@ -74,6 +74,7 @@ def test_the_memory_of_a_dead_sender_is_free_though_nobody_aborts() -> None:
 def test_the_death_of_the_receiver_leaves_the_sender_able_to_serve_another() -> None:
     with workers(0) as (sender, receiver):
         connect(sender, receiver, "c0")
+        move(sender, receiver, ALL, ALL)  # compiles kernels, which takes seconds
         receiver.tell("receive until broken", ALL, 2.0)
         sender.tell("send for ever", ALL)
         time.sleep(1.0)
