@@ -6,6 +6,10 @@
 Two slabs alternate, so that the copy of one message overlaps the wire time of the next. Everything
 is enqueued ahead and ordered by events; the host only polls the last event and the communicator.
 Slabs belong to one connection: none that an aborted message still writes can be given to another.
+
+While a message hangs since its peer died, a thread that loads a kernel waits for it, and whoever
+destroys an event waits for that thread. The thread that must first let go of the connection, before
+an abort ends the message, therefore destroys none: events are used again.
 """
 
 import importlib
@@ -110,6 +114,8 @@ class NcclLink:
         self._slabs: tuple[Tensor, ...] = ()
         # Held until the next operation: copies that an abort leaves behind still read them.
         self._ids: list[Tensor] = []
+        self._events: list[Any] = []  # the first of them are recorded by the running operation
+        self._num_recorded = 0
 
     def open(self) -> Steps[None]:
         core = self._device.core
@@ -127,7 +133,7 @@ class NcclLink:
         # A first message makes NCCL connect the peers and load its kernel while both live.
         first = self._bytes(self._slabs[0])[:WARM_UP_BYTES]
         yield from self._move(first, is_send=self._is_sender)
-        yield from self._reached(_recorded(self._wire))
+        yield from self._reached(self._recorded(self._wire))
 
     def send(self, page_ids: Sequence[int]) -> Steps[None]:
         free: list[Any] = [None, None]  # recorded when the slab may be written again
@@ -137,10 +143,10 @@ class NcclLink:
                 if (event := free[turn % 2]) is not None:
                     self._copy.wait_event(event)
                 gather(self._device.words, some, slab)
-            self._wire.wait_event(_recorded(self._copy))
+            self._wire.wait_event(self._recorded(self._copy))
             yield from self._move(self._bytes(slab), is_send=True)
-            free[turn % 2] = _recorded(self._wire)
-        yield from self._reached(_recorded(self._wire))
+            free[turn % 2] = self._recorded(self._wire)
+        yield from self._reached(self._recorded(self._wire))
 
     def receive(self, page_ids: Sequence[int]) -> Steps[None]:
         free: list[Any] = [None, None]  # recorded when the slab may be written again
@@ -150,10 +156,10 @@ class NcclLink:
                 self._wire.wait_event(event)
             yield from self._move(self._bytes(slab), is_send=False)
             with cuda.stream(self._copy):
-                self._copy.wait_event(_recorded(self._wire))
+                self._copy.wait_event(self._recorded(self._wire))
                 scatter(slab, some, self._device.words)
-            free[turn % 2] = _recorded(self._copy)
-        yield from self._reached(_recorded(self._copy))
+            free[turn % 2] = self._recorded(self._copy)
+        yield from self._reached(self._recorded(self._copy))
 
     def abort(self) -> None:
         cuda.set_device(self._device.device)
@@ -161,12 +167,14 @@ class NcclLink:
         # Copies that were enqueued behind the aborted message still run, on quarantined pages.
         while not (self._wire.query() and self._copy.query()):
             time.sleep(IDLE_POLL_S)
-        self._slabs, self._ids = (), []  # idle, so that other connections may have their memory
+        # Idle, so that other connections may have their memory.
+        self._slabs, self._ids, self._events = (), [], []
 
     def _messages(self, page_ids: Sequence[int]) -> list[Tensor]:
         # All before anything is enqueued, since a copy to the device would then wait for the wire;
         # each a tensor of its own, since Triton compiles again for another alignment.
         step = self._pages_in_message
+        self._num_recorded = 0
         with cuda.stream(self._copy):
             self._ids = [
                 torch.tensor(page_ids[i : i + step], dtype=torch.int64, device=self._device.device)
@@ -194,6 +202,15 @@ class NcclLink:
             yield from self._settled()
             yield
 
+    def _recorded(self, stream: Any) -> Any:
+        """Return an event after what the stream has got so far; valid during this operation."""
+        if self._num_recorded == len(self._events):
+            self._events.append(cuda.Event())
+        event = self._events[self._num_recorded]
+        self._num_recorded += 1
+        event.record(stream)
+        return event
+
     @staticmethod
     def _bytes(slab: Tensor) -> Tensor:
         return slab.view(-1).view(torch.uint8)
@@ -212,9 +229,3 @@ def scatter(slab: Tensor, page_ids: Tensor, words: Tensor) -> None:
     from attn_kernels.pages.launch import scatter_pages
 
     scatter_pages(slab, page_ids, words)
-
-
-def _recorded(stream: Any) -> Any:
-    event = cuda.Event()
-    event.record(stream)
-    return event

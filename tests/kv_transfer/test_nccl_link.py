@@ -33,6 +33,11 @@ class Stream:
 
 
 class Event:
+    num_destroyed = 0
+
+    def __del__(self) -> None:
+        Event.num_destroyed += 1
+
     def record(self, stream: Stream) -> None:
         pass
 
@@ -142,3 +147,20 @@ def test_an_error_of_nccl_breaks_the_connection() -> None:
 
     assert link._communicator.is_aborted
     assert not link._slabs, "its memory is freed, whoever keeps the link"
+
+
+def test_no_event_is_destroyed_before_the_abort() -> None:
+    """To destroy one may wait for the message that hangs, which only the abort ends."""
+    link = make_link(torch.zeros(16, 8, dtype=torch.int32), deque(), True, 2)
+    drain(link.open())
+    before = Event.num_destroyed
+    drain(link.send(list(range(16))))
+    steps = link.send(list(range(16)))
+    for _ in range(12):
+        next(steps)
+
+    steps.close()
+
+    assert Event.num_destroyed == before
+    link.abort()
+    assert Event.num_destroyed > before
