@@ -15,8 +15,10 @@ Legend: R rows of the seats, T tokens of prompts, D hidden.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -112,6 +114,7 @@ class GraphedDecode:
                 for sent in prompts.any_beside(max_tokens) if prompts else ():
                     for num_rows in NUM_ROWS_BESIDE[: bisect_right(NUM_ROWS_BESIDE, num_seats)]:
                         self._record_rows(num_rows, kv_len, sent)
+        self._load_draws()
 
     def launch(
         self,
@@ -228,13 +231,28 @@ class GraphedDecode:
         seats.write(tokens)
         return DrawnRows(tokens_R=tokens, logprobs=logprobs, hidden_TD=hidden[num_rows:])
 
+    def _load_draws(self) -> None:
+        """Launch the kernels of all draws, of which most are recorded only when a request comes."""
+        with self._any_rows(1, kv_len=1):
+            self._num_same = 0
+            self._set_rows((0,))
+            self._plan(np.arange(1), 1, None)
+            for edits_logits, has_masks in product((False, True), repeat=2):
+                draws = Draws(edits_logits=edits_logits, has_logprobs=True, has_masks=has_masks)
+                self._work(1, None, draws)
+
     def _record_rows(self, num_rows: int, kv_len: int, prompts: SentPrompts | None = None) -> None:
         """Run a kind of step often enough to record it, in free seats."""
-        batch = self._batch
-        seats = tuple(range(num_rows))
         for _ in range(2):  # launched, then recorded
-            batch.lengths[:num_rows] = kv_len
-            batch.seats.state[:num_rows, bodies.LENGTH.value] = kv_len
-            self.launch(seats, has_new=True, allowed={}, prompts=prompts)
+            with self._any_rows(num_rows, kv_len):
+                self.launch(tuple(range(num_rows)), has_new=True, allowed={}, prompts=prompts)
+
+    @contextmanager
+    def _any_rows(self, num_rows: int, kv_len: int) -> Iterator[None]:
+        """While entered, the first seats have sequences of a length, on page 0."""
+        batch = self._batch
+        batch.lengths[:num_rows] = kv_len
+        batch.seats.state[:num_rows, bodies.LENGTH.value] = kv_len
+        yield
         batch.lengths[:] = 0
         batch.seats.state.zero_()

@@ -122,7 +122,9 @@ class Engine:
         drawn = SequenceSlice(
             token_ids=[0], start=2, page_ids=page_ids, num_prompt_tokens=2, draws=draws[:3]
         )
+        # The second is in no recording, and attends to prompt and drawn tokens.
         self.forward([prompt])
+        self.forward([replace(drawn, token_ids=[0, 0, 0], start=0)])
         if self.forward([drawn]) == [None]:
             raise InvalidLogits(
                 "no token can be drawn after tokens 0, 0, 0 of this model: the largest "

@@ -15,6 +15,8 @@ from attn_kernels.tiles import to_device
 from kv_cache.layout import num_pages_for
 from llm_engine.sampling import SequenceSlice
 
+ALIGNMENT_BYTES = 16  # on which Triton specializes kernels
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassInputs:
@@ -78,13 +80,29 @@ def build_forward_batch(
 
 
 def send_batch(batch: HostBatch, device: torch.device) -> ForwardBatch:
-    """Send a batch to the device, in two asynchronous copies."""
-    tables = np.concatenate((batch.page_indptr, batch.page_table)).astype(np.int32)
+    """Send a batch to the device, in two asynchronous copies.
+
+    All tensors are aligned, whatever the numbers of tokens and slices: Triton compiles kernels
+    again for others, and `Engine.warm_up` must have loaded every kernel.
+    """
+    num_fields, num_tokens = batch.of_tokens.shape
+    of_tokens = np.zeros((num_fields, _aligned(num_tokens, 8)), dtype=np.int64)
+    of_tokens[:, :num_tokens] = batch.of_tokens
     num_borders = len(batch.page_indptr)
-    of_slices = to_device(tables, device)
+    first_page = _aligned(num_borders, 4)
+    of_slices = np.zeros(first_page + len(batch.page_table), dtype=np.int32)
+    of_slices[:num_borders] = batch.page_indptr
+    of_slices[first_page:] = batch.page_table
+    sent = to_device(of_slices, device)
     return batch.on_device(
-        to_device(batch.of_tokens, device), of_slices[:num_borders], of_slices[num_borders:]
+        to_device(of_tokens, device)[:, :num_tokens], sent[:num_borders], sent[first_page:]
     )
+
+
+def _aligned(size: int, item_bytes: int) -> int:
+    """Return the least size from `size` on behind which another table is aligned."""
+    step = ALIGNMENT_BYTES // item_bytes
+    return -(-size // step) * step
 
 
 def build_host_batch(slices: Sequence[SequenceSlice], page_size: int) -> HostBatch:
