@@ -212,7 +212,8 @@ def run_decode_worker(ports: Ports, step_s: float) -> None:
             identity=identity,
             model=BURST_MODEL,
             executor=ThreadExecutor(
-                EmptyEngine(layout, num_pages=BURST_PAGES, step_s=step_s, token=TOKENS[0])
+                EmptyEngine(layout, num_pages=BURST_PAGES, step_s=step_s, token=TOKENS[0]),
+                max_call_s=60.0,
             ),
             credentials=ClusterCredentials(keys, identity.incarnation),
             transports=(),

@@ -40,6 +40,12 @@ class DecodeConfig:
     max_failed_passes: int = option(
         3, "Failed passes in a row, probes included, before the worker restarts.", at_least=1
     )
+    max_step_s: float = option(
+        120.0,
+        "Time limit of an engine step. One that takes longer hangs, for instance in the GPU's "
+        "driver, and the worker restarts.",
+        above=0,
+    )
     max_request_failures: int = option(
         2,
         "Failed passes of one request, on all workers, before it fails with INTERNAL.",

@@ -38,6 +38,12 @@ class PrefillConfig:
     max_failed_passes: int = option(
         3, "Consecutive failed passes, probes included; then the worker restarts.", at_least=1
     )
+    max_step_s: float = option(
+        120.0,
+        "Time limit of an engine step. One that takes longer hangs, for instance in the GPU's "
+        "driver, and the worker restarts.",
+        above=0,
+    )
     heartbeat_s: float = option(0.5, "Period of heartbeats to a router.", above=0)
 
     transfer_deadlines: TransferDeadlines = field(default_factory=TransferDeadlines)

@@ -30,6 +30,9 @@ class HostConfig(Protocol):
     def max_failed_passes(self) -> int: ...
 
     @property
+    def max_step_s(self) -> float: ...
+
+    @property
     def heartbeat_s(self) -> float: ...
 
     @property

@@ -65,5 +65,9 @@ class EngineLost(Exception):
     """The engine no longer computes."""
 
 
+class EngineHangs(Exception):
+    """A call of the engine has not returned in time; it may still compute."""
+
+
 class EngineClosed(Exception):
     """A call after close()."""

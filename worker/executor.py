@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from llm_engine.engine_api import EngineLike
 from llm_engine.engine_step import EngineStep, StepResult
-from worker.errors import EngineClosed
+from worker.errors import EngineClosed, EngineHangs
 
 Result = TypeVar("Result")
 
@@ -32,10 +32,16 @@ class ThreadExecutor:
 
     A call that has begun cannot be stopped: cancelling waits for its end. A cancelled read has
     still read its step, whose pages can then be handed out again.
+
+    Args:
+        max_call_s: A call that takes longer hangs. It and all later ones raise EngineHangs: only
+            the end of the process frees the device and its pages.
     """
 
-    def __init__(self, engine: EngineLike) -> None:
+    def __init__(self, engine: EngineLike, *, max_call_s: float) -> None:
         self._engine = engine
+        self._max_call_s = max_call_s
+        self._hangs = False
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._closed = False
 
@@ -50,16 +56,28 @@ class ThreadExecutor:
         return await self._run(self._engine.read)
 
     def close(self) -> None:
-        """End the thread after the running call; cancel queued calls."""
+        """End the thread after the running call, unless that hangs; cancel queued calls."""
         self._closed = True
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=not self._hangs, cancel_futures=True)
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         if self._closed:
             raise EngineClosed("the executor was closed; make a new one")
-        future = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        if self._hangs:
+            raise self._hanging()
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._pool, work)
+        deadline = loop.time() + self._max_call_s
         try:
-            return await asyncio.shield(future)
+            await asyncio.wait([future], timeout=self._max_call_s)
         except asyncio.CancelledError:
-            await asyncio.wait([future])
+            await asyncio.wait([future], timeout=deadline - loop.time())
+            self._hangs = not future.done()
             raise
+        self._hangs = not future.done()
+        if self._hangs:
+            raise self._hanging()
+        return future.result()
+
+    def _hanging(self) -> EngineHangs:
+        return EngineHangs(f"a call of the engine has not returned after {self._max_call_s:g} s")

@@ -9,7 +9,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -36,6 +36,9 @@ from worker.executor import ThreadExecutor
 from worker.host import Pool, WorkerHost
 from worker.identity import ModelInfo, WorkerIdentity
 from worker.settings import WorkerSettings
+
+if TYPE_CHECKING:  # it imports torch
+    from llm_engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +98,8 @@ class WorkerProcess:
             instance=settings.worker_id,
         )
         self.links.door.check(settings.host)  # the engine takes long to load
-        executor, model = await asyncio.to_thread(_load, settings, self._report_loaded)
+        engine, model = await asyncio.to_thread(_load, settings, self._report_loaded)
+        executor = ThreadExecutor(engine, max_call_s=self._config.max_step_s)
         incarnation = secrets.randbits(63) + 1  # 0 means none
         credentials = ClusterCredentials(self._keys, incarnation)
         server = grpc.aio.server(
@@ -210,9 +214,7 @@ class WorkerProcess:
                 log.exception("announce_crashed", extra=fields(worker_id=identity.worker_id))
 
 
-def _load(
-    settings: WorkerSettings, report_loaded: ReportLoaded
-) -> tuple[ThreadExecutor, ModelInfo]:
+def _load(settings: WorkerSettings, report_loaded: ReportLoaded) -> tuple["Engine", ModelInfo]:
     # torch takes seconds to import: only here, in the process that computes.
     import torch
 
@@ -246,4 +248,4 @@ def _load(
         eos_token_ids=engine.config.eos_token_ids,
         text_folder=text_folder(settings.model_dir),
     )
-    return ThreadExecutor(engine), model
+    return engine, model

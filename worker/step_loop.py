@@ -29,7 +29,14 @@ from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.kv_reads import NO_READS
 from llm_engine.sampling import SequenceSlice
 from observability.logs import fields
-from worker.errors import Draining, EngineFailed, EngineLost, PassFailed, WorkerError
+from worker.errors import (
+    Draining,
+    EngineFailed,
+    EngineHangs,
+    EngineLost,
+    PassFailed,
+    WorkerError,
+)
 from worker.executor import EngineExecutor
 from worker.wake import Wake
 
@@ -296,9 +303,11 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
     async def _judge(self, error: Exception) -> None:
         """Return if the engine still computes; otherwise end all requests and raise EngineLost."""
         self._num_failed += 1
+        # Where the step may have caused it, all that took part are told.
         if is_device_lost(error):
-            # The step may have caused it, so all that took part are told.
             reason: WorkerError = PassFailed("the pass that computed for it lost the device")
+        elif isinstance(error, EngineHangs):
+            reason = PassFailed("the pass that computed for it has not ended")
         else:
             while self._num_failed < self._max_failed_passes:
                 computes = await self._probe()

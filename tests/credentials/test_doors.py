@@ -36,7 +36,6 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.ipv6 import needs_ipv6
 from tests.support.reflection import services_of
 from tests.support.virtual_time import run_virtual
-from worker.executor import ThreadExecutor
 from worker.identity import ModelInfo
 from worker.process import WorkerProcess
 from worker.server import WORKER_SERVICE
@@ -85,11 +84,11 @@ async def a_worker(
     pool: Role, monkeypatch: pytest.MonkeyPatch, host: str = "127.0.0.1"
 ) -> AsyncIterator[WorkerProcess]:
     """A worker's process as its actor starts it, around a fake engine."""
-    executor = ThreadExecutor(FakeEngine(MODEL, num_pages=64, page_size=PAGE_SIZE))
+    engine = FakeEngine(MODEL, num_pages=64, page_size=PAGE_SIZE)
     model = ModelInfo(
         name="tiny", fingerprint="f", vocab_size=1000, max_context_tokens=64, eos_token_ids=(0,)
     )
-    monkeypatch.setattr(worker.process, "_load", lambda *_: (executor, model))
+    monkeypatch.setattr(worker.process, "_load", lambda *_: (engine, model))
 
     def make_pool(context: Any) -> Any:
         if pool == "prefill":

@@ -192,7 +192,7 @@ def test_impossible_slices_are_refused_before_anything_is_written(engine: Engine
 def test_the_engine_runs_in_its_thread_after_a_warm_up(engine: Engine) -> None:
     engine.warm_up()
     (sequence,) = make_sequences(engine, make_prompts(1))
-    executor = ThreadExecutor(engine)
+    executor = ThreadExecutor(engine, max_call_s=60.0)
 
     async def step() -> StepResult:
         await executor.launch(EngineStep(slices=(sequence.next_slice(1000),)))

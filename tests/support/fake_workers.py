@@ -60,7 +60,7 @@ class FakeWorkers:
         engine = self.engines[worker_id] = self.make_engine(
             self.model, num_pages=256, page_size=self.page_size
         )
-        executor = ThreadExecutor(engine)
+        executor = ThreadExecutor(engine, max_call_s=60.0)
         transport = TcpTransport(executor.engine.storage, ProvenSockets(host="127.0.0.1"))
         model = ModelInfo(
             name=self.model.name,

@@ -6,7 +6,7 @@ import pytest
 from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.sampling import Draw, SamplingParams, SequenceSlice
 from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens
-from worker.errors import EngineClosed
+from worker.errors import EngineClosed, EngineHangs
 from worker.executor import ThreadExecutor
 
 MODEL = FakeModel()
@@ -54,7 +54,7 @@ async def run_step(executor: ThreadExecutor) -> StepResult:
 
 def test_the_loop_runs_on_while_a_step_is_waited_for() -> None:
     engine = GatedEngine()
-    executor = ThreadExecutor(engine)
+    executor = ThreadExecutor(engine, max_call_s=60.0)
 
     async def run() -> StepResult:
         call = asyncio.create_task(run_step(executor))
@@ -76,7 +76,7 @@ def test_an_exception_propagates_and_the_next_step_works() -> None:
     engine = GatedEngine()
     engine.gate.set()
     engine.failure = RuntimeError("the device is on fire")
-    executor = ThreadExecutor(engine)
+    executor = ThreadExecutor(engine, max_call_s=60.0)
 
     with pytest.raises(RuntimeError, match="on fire"):
         asyncio.run(run_step(executor))
@@ -87,7 +87,7 @@ def test_an_exception_propagates_and_the_next_step_works() -> None:
 
 def test_cancelling_a_read_waits_for_the_step_that_writes_pages() -> None:
     engine = GatedEngine()
-    executor = ThreadExecutor(engine)
+    executor = ThreadExecutor(engine, max_call_s=60.0)
 
     async def run() -> None:
         call = asyncio.create_task(run_step(executor))
@@ -104,8 +104,30 @@ def test_cancelling_a_read_waits_for_the_step_that_writes_pages() -> None:
     executor.close()
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_call_that_hangs_ends_in_time_and_none_follows_it(is_cancelled: bool) -> None:
+    engine = GatedEngine()
+    executor = ThreadExecutor(engine, max_call_s=0.05)
+
+    async def run() -> None:
+        call = asyncio.create_task(run_step(executor))
+        if is_cancelled:
+            await asyncio.to_thread(engine.started.wait, 10)
+            call.cancel()
+        with pytest.raises(asyncio.CancelledError if is_cancelled else EngineHangs):
+            await call
+        with pytest.raises(EngineHangs, match=r"has not returned after 0\.05 s"):
+            await executor.launch(first_step())
+
+    asyncio.run(run())
+    executor.close()  # does not wait for it
+
+    assert not engine.finished
+    engine.gate.set()
+
+
 def test_a_closed_executor_refuses() -> None:
-    executor = ThreadExecutor(GatedEngine())
+    executor = ThreadExecutor(GatedEngine(), max_call_s=60.0)
     executor.close()
 
     with pytest.raises(EngineClosed):

@@ -1,6 +1,7 @@
 """A worker in its process: a real engine behind real gRPC, and the end when that engine is lost."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from tests.support.virtual_executor import AcceleratorError
 from worker.wire import sampling_to_proto
 
 
+@pytest.mark.parametrize("hangs", [False, True])
 def test_a_process_whose_engine_is_lost_says_so_to_its_callers_and_then_to_its_actor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     write_checkpoint(tmp_path)
+    is_over = threading.Event()
 
     async def scenario() -> None:
         members: list[Any] = []
@@ -47,9 +50,12 @@ def test_a_process_whose_engine_is_lost_says_so_to_its_callers_and_then_to_its_a
             assert (await session.read()).deltas, "it decodes"
 
             def is_lost(*_: Any) -> Any:
+                if hangs:
+                    is_over.wait(60)
                 raise AcceleratorError("injected: the device is gone")
 
             assert process._executor is not None
+            monkeypatch.setattr(process._executor, "_max_call_s", 0.5)
             monkeypatch.setattr(process._executor.engine, "read", is_lost)
             async with asyncio.timeout(20):
                 await process.wait_failed()
@@ -62,6 +68,7 @@ def test_a_process_whose_engine_is_lost_says_so_to_its_callers_and_then_to_its_a
                 await info
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         await process.stop(0.0)
+        is_over.set()
 
     asyncio.run(scenario())
 

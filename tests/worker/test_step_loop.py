@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from llm_engine.engine_step import EngineStep, StepResult
-from worker.errors import Draining, EngineFailed, EngineLost, PassFailed, WorkerError
+from worker.errors import (
+    Draining,
+    EngineFailed,
+    EngineHangs,
+    EngineLost,
+    PassFailed,
+    WorkerError,
+)
 from worker.step_loop import StepLoop
 from worker.wake import Wake
 
@@ -321,7 +328,12 @@ class AcceleratorError(RuntimeError):
 
 
 @pytest.mark.parametrize(
-    "error", [AcceleratorError("x"), RuntimeError("CUDA error: device-side assert triggered")]
+    "error",
+    [
+        AcceleratorError("x"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        EngineHangs("x"),
+    ],
 )
 def test_a_lost_device_ends_the_worker_at_once_and_blames_those_in_the_pass(
     error: Exception,
