@@ -21,7 +21,8 @@ from benchmarks.transfer_shares import LENGTHS, transfer_case, transfer_shares
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
-TRANSFERS_RESULT = "transfers-h100-x2.json"
+TRANSFERS_RESULT = "transfers-h200-x2.json"
+REPLAY_RESULT = "disaggregation-h100-x2.json"
 POOL_ARMS = ("disaggregated", "aggregated")
 REGION = re.compile(r"(?s)(<!-- table: ([a-z-]+) -->\n).*?(<!-- end of table -->)")
 
@@ -72,15 +73,17 @@ def _ratio(row: Row, theirs: float) -> str:
 
 
 def serving() -> str:
-    """Every case of a cluster without prefill workers."""
+    """Every case of a cluster without prefill workers, and on two GPUs with one."""
+    pools_ms = {case: row["ms"] for case, row in _rows_of("serving-matrix-h200-x2.json").items()}
     return table(
-        ("case", "Pagewire, ms", "least", "most", "vLLM 0.24.0, ms", "Pagewire, tokens/s"),
+        ("case", "0 + 1, ms", "least", "most", "1 + 1, ms", "vLLM 0.24.0, ms", "0 + 1, tokens/s"),
         (
             (
                 f"`{case}`",
                 _ms(row["ms"]),
                 _ms(row["min_ms"]) if "min_ms" in row else "",
                 _ms(row["max_ms"]) if "max_ms" in row else "",
+                _ms(pools_ms[case]),
                 _ms(VLLM[case]) if case in VLLM else "",
                 f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else "",
             )
@@ -102,7 +105,7 @@ def engine_step() -> str:
 def pools() -> str:
     """The same work on two GPUs, as two pools and without a prefill worker."""
     # The replay was not measured again when the transfers were.
-    rows = _rows_of("disaggregation-h100-x2.json") | _rows_of(TRANSFERS_RESULT)
+    rows = _rows_of(REPLAY_RESULT) | _rows_of(TRANSFERS_RESULT)
     figures = (
         ("itl", "chats beside long prompts: between tokens, p50", "itl_ms_p50", "ms"),
         ("itl", "p99", "itl_ms_p99", "ms"),
