@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import os
 import random
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 from typing import Any, Self
@@ -126,6 +127,7 @@ async def _serve(pipe: Pipe, device: int, seed: int, name: str, options: dict[st
     from kv_transfer.nccl import NcclTransport
     from kv_transfer.proven_sockets import ProvenSockets
     from kv_transfer.transport import Connection, Transport
+    from tests.kv_transfer.late_kernel import launch_late
 
     if torch.cuda.device_count() == 1:
         device = 0
@@ -184,6 +186,8 @@ async def _serve(pipe: Pipe, device: int, seed: int, name: str, options: dict[st
                         except ConnectionBroken:
                             break
                         answer += 1
+                case "load a kernel after", (seconds,):
+                    threading.Timer(seconds, launch_late, [storage.device]).start()
                 case "abort", ():
                     assert connection is not None
                     await connection.abort()

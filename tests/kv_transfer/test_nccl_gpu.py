@@ -44,6 +44,23 @@ def test_the_death_of_the_sender_costs_its_connection_only() -> None:
         )
 
 
+def test_a_kernel_that_loads_while_a_message_hangs_does_not_stop_the_abort() -> None:
+    """The driver loads it only when that message has ended, which takes the abort."""
+    with workers(8 << 20) as (sender, receiver):
+        connect(sender, receiver, "c0")
+        move(sender, receiver, ALL, ALL)
+        assert receiver.ask("load a kernel after", 1.0) is None
+        receiver.tell("receive until broken", ALL, 5.0)
+        sender.tell("send for ever", ALL)
+        assert not receiver.pipe.poll(0.5)
+
+        sender.kill()
+
+        assert receiver.hear() > 0
+        assert receiver.ask("abort") < 5.0
+        assert receiver.ask("compute") == 1024.0
+
+
 def test_a_receive_that_is_aborted_leaves_the_sender_able_to_connect_anew() -> None:
     with workers(8 << 20) as (sender, receiver):
         connect(sender, receiver, "c0")
