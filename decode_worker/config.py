@@ -41,7 +41,7 @@ class DecodeConfig:
         3, "Failed passes in a row, probes included, before the worker restarts.", at_least=1
     )
     max_step_s: float = option(
-        120.0,
+        60.0,
         "Time limit of an engine step. One that takes longer hangs, for instance in the GPU's "
         "driver, and the worker restarts.",
         above=0,

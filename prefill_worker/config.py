@@ -39,7 +39,7 @@ class PrefillConfig:
         3, "Consecutive failed passes, probes included; then the worker restarts.", at_least=1
     )
     max_step_s: float = option(
-        120.0,
+        60.0,
         "Time limit of an engine step. One that takes longer hangs, for instance in the GPU's "
         "driver, and the worker restarts.",
         above=0,
