@@ -280,6 +280,7 @@ class PrefillReceivers:
                 layout=self._context.layout.describe(),
                 timeout_s=connect_s,
             )
+            self._forget_other_starts(sender)
 
         return await self._connections.get(
             (sender.worker_id, sender.incarnation),
@@ -306,9 +307,6 @@ class PrefillReceivers:
     def _peer(self, sender: WorkerIdentity) -> _Peer:
         peer = self._peers.get(sender)
         if peer is None:
-            for other in [each for each in self._peers if each.worker_id == sender.worker_id]:
-                # Calls to an earlier incarnation end on their own: their peer is gone.
-                self._leave(other)
             idle_s = self._config.transfer_deadlines.idle_s
             peer = self._peers[sender] = _Peer(Users(idle_s, partial(self._give_up, sender)))
         return peer
@@ -318,6 +316,15 @@ class PrefillReceivers:
         logger.info("peer_forgotten", extra=fields(prefill_worker=sender.worker_id))
         self._leave(sender)
         self._connections.forget((sender.worker_id, sender.incarnation))
+
+    def _forget_other_starts(self, present: WorkerIdentity) -> None:
+        """Free what is kept for other starts of a prefill worker: this one has answered.
+
+        That a router names it proves nothing: with a late membership it names one that is gone.
+        """
+        for other in [each for each in self._peers if each.worker_id == present.worker_id]:
+            if other != present:
+                self._give_up(other)
 
     def _leave(self, sender: WorkerIdentity) -> None:
         peer = self._peers.pop(sender)

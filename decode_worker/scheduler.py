@@ -559,8 +559,7 @@ class Scheduler:
         """Return the prefill workers to ask for a request, best first.
 
         Its own come first, but all of them may have left while it waited. One has also left if a
-        router has named another start of it since; to ask the old start would break off what the
-        new one sends.
+        router has named another start of it since.
         """
         own: Sequence[WorkerIdentity] = request.candidates
         if request.arrival < self._num_arrivals_before_met:

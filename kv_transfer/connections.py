@@ -60,7 +60,6 @@ class ConnectionPool:
         loop = asyncio.get_running_loop()
         while True:
             self._forget_broken()
-            self._forget_other_starts(peer_key)
             is_first = peer_key not in self._entries
             if is_first:
                 entry = loop.create_task(self._set_up(peer_key, connect, deadline))
@@ -138,11 +137,6 @@ class ConnectionPool:
             connection = _connection_of(entry)
             if entry.done() and (connection is None or connection.is_broken):
                 self._remove(peer_key)
-
-    def _forget_other_starts(self, peer_key: PeerKey) -> None:
-        for name, incarnation in list(self._entries):
-            if name == peer_key[0] and incarnation != peer_key[1]:
-                self._remove((name, incarnation))
 
     def _disown(self, accepting: asyncio.Task[Connection]) -> None:
         """Abort what was accepted in a set-up that failed: nobody else has it."""

@@ -601,12 +601,17 @@ def test_a_request_without_candidates_asks_whom_a_router_named_last() -> None:
     run(scenario)
 
 
-def test_who_is_named_with_another_start_breaks_nothing_off() -> None:
+@pytest.mark.parametrize("by", ["a router that meets", "a request"])
+def test_who_is_named_with_an_old_start_breaks_nothing_off(by: str) -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        old = replace(cluster.candidates()[0], incarnation=1)
         stream = await router.submit(prompt_of(60))
         await wait_until(lambda: bool(cluster.prefills[0].engine.num_computed_tokens))
-        await meet(cluster, replace(cluster.candidates()[0], incarnation=1))
-        await router.finish(stream)
+        if by == "a request":
+            await router.finish(await router.submit(prompt_of(8, seed=1), candidates=[old]), stream)
+        else:
+            await meet(cluster, old)
+            await router.finish(stream)
 
         assert stream.stats.prefill_retries == 0
 
@@ -627,7 +632,7 @@ def test_of_two_starts_of_one_worker_the_one_named_first_is_met_and_not_broken_o
 
 
 def test_requests_that_waited_while_a_prefill_worker_restarted_ask_its_new_start() -> None:
-    """Each would ask the one that is gone, and thereby break off what the new one sends."""
+    """Each would ask the one that is gone first, in vain."""
 
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         running = [
@@ -649,16 +654,23 @@ def test_requests_that_waited_while_a_prefill_worker_restarted_ask_its_new_start
 
 
 def test_an_attempt_whose_channel_is_closed_goes_on_elsewhere() -> None:
-    """Another start of the prefill worker becomes known while the first one is connected to."""
+    """The prefill worker falls silent, and its new start is connected to."""
 
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
-        old = cluster.candidates()[0]
-        stream = await router.submit(prompt_of(30), candidates=[old])
-        await wait_until(lambda: cluster.decode.held_pages > 0)
-        other = await router.submit(prompt_of(30, seed=1), candidates=[replace(old, incarnation=1)])
+        victim = cluster.prefills[0]
+        stream = await router.submit(prompt_of(60))
+        await wait_until(lambda: bool(victim.engine.num_computed_tokens))
+        cluster.grpc_network.kill(victim.identity.address, silently=True)
+        victim.transport.kill()
+        await cluster.restart(0)
+        killed_at = asyncio.get_running_loop().time()
+        other = await router.submit(prompt_of(30, seed=1))
         await router.finish(stream, other)
 
-        assert other.stats.prefill_retries == 1
+        assert stream.stats.prefill_retries == 1
+        assert other.stats.prefill_retries == 0
+        assert cluster.channels[0].is_closed
+        assert asyncio.get_running_loop().time() - killed_at < 1.0, "it waited for a deadline"
 
     run(scenario)
 

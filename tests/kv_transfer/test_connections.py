@@ -112,20 +112,6 @@ def test_dropping_aborts_both_views_of_the_connection() -> None:
     run(scenario)
 
 
-def test_a_new_incarnation_of_the_peer_gets_a_new_connection() -> None:
-    async def scenario() -> None:
-        workers = Workers(LoopbackNetwork())
-        old, _ = await workers.connections()
-
-        new = (await workers.pool.get(("prefill-0", 8), workers.accepting(), 5)).connection
-        await asyncio.sleep(0.1)
-
-        assert old.is_broken
-        assert not new.is_broken
-
-    run(scenario)
-
-
 def test_a_failed_set_up_fails_all_its_callers_and_the_next_call_tries_again() -> None:
     async def scenario() -> None:
         workers = Workers(LoopbackNetwork())
@@ -161,15 +147,14 @@ def test_a_set_up_that_hangs_ends_at_the_deadline() -> None:
     run(scenario)
 
 
-def test_a_peer_that_starts_again_during_the_set_up_fails_its_callers_and_cancels_nobody() -> None:
+def test_a_peer_that_is_forgotten_during_the_set_up_fails_its_callers_and_cancels_nobody() -> None:
     async def scenario() -> None:
         workers = Workers(LoopbackNetwork())
 
         hang = workers.accepting(after_s=1000)
         waiting = asyncio.create_task(workers.pool.get(("prefill-0", 7), hang, 50))
         await asyncio.sleep(0.1)
-        with pytest.raises(TransferTimeout):
-            await workers.pool.get(("prefill-0", 8), hang, 0.2)
+        workers.pool.forget(("prefill-0", 7))
 
         with pytest.raises(ConnectionBroken, match="dropped"):
             await waiting
