@@ -236,7 +236,7 @@ class ControllerActor:
         """
         self._check_open()
         check_restart(self._workers(), worker_id)
-        ending = self._membership.restart(worker_id)
+        ending = self._membership.restart(worker_id, grace_s)
         await self._push_all()
         try:
             actor = ray.get_actor(worker_id)
@@ -278,7 +278,7 @@ class ControllerActor:
         serving = staying if self._is_young() else staying & self._heard_of()
         for worker_id in serving:
             if worker_id in self._membership:
-                self._membership.restart(worker_id)
+                self._membership.restart(worker_id, grace_s)
         await self._push_all()
         for worker_id in sorted(staying):
             log.info("worker_evacuated", extra=fields(worker_id=worker_id, grace_s=grace_s))
@@ -352,6 +352,10 @@ class ControllerActor:
             # It does not know yet, or it has died since and come back.
             with suppress(ValueError):  # it has just ended
                 ray.get_actor(worker_id).drain.remote(grace_s)
+        elif (grace_s := self._membership.restart_grace_of(member)) is not None:
+            # Ray does not repeat a call that was lost; for the worker a second one changes nothing.
+            with suppress(ValueError):
+                ray.get_actor(worker_id).restart.remote(grace_s)
 
     async def worker_left(self, worker_id: str, incarnation: int) -> None:
         """Forget a start of a worker that has drained."""

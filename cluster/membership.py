@@ -23,7 +23,8 @@ class Membership:
         self._heard_at: dict[str, float] = {}  # worker_id |-> time of its last announcement
         self._places: dict[str, Place] = {}  # worker_id |-> its present or future place
         self._replaced: dict[str, deque[int]] = {}  # worker_id |-> starts that were replaced
-        self._restarting: dict[str, int] = {}  # worker_id |-> start that ends for a restart
+        # worker_id |-> start that ends for a restart, and seconds for its running requests
+        self._restarting: dict[str, tuple[int, float]] = {}
         self._leaving: dict[str, float] = {}  # worker_id |-> seconds for its running requests
         # worker_id |-> its last start, 0 if none was known; none is placed or heard of since.
         self._gone: dict[str, int] = {}
@@ -78,7 +79,8 @@ class Membership:
             if member.incarnation in replaced and not is_silent:
                 return False
             replaced.append(known.incarnation)
-        if self._restarting.get(member.worker_id) not in (None, member.incarnation):
+        ending = self._restarting.get(member.worker_id)
+        if ending is not None and ending[0] != member.incarnation:
             del self._restarting[member.worker_id]  # this is the one that it was to become
         changed = known != member
         self._members[member.worker_id] = member
@@ -105,14 +107,20 @@ class Membership:
         """Note that a worker is to leave, whichever of its processes."""
         self._leaving[worker_id] = grace_s
 
-    def restart(self, worker_id: str) -> int:
+    def restart(self, worker_id: str, grace_s: float) -> int:
         """Note that the latest start of a member drains, and ends for a restart; return it."""
-        incarnation = self._restarting[worker_id] = self._members[worker_id].incarnation
+        incarnation = self._members[worker_id].incarnation
+        self._restarting[worker_id] = incarnation, grace_s
         return incarnation
 
     def grace_of(self, member: WorkerMember) -> float | None:
         """Return the grace of a start that does not know that it must leave; None: it stays."""
         return None if member.is_draining else self._leaving.get(member.worker_id)
+
+    def restart_grace_of(self, member: WorkerMember) -> float | None:
+        """Return the grace of a start that ends for a restart; None: it does not."""
+        incarnation, grace_s = self._restarting.get(member.worker_id, (None, 0.0))
+        return grace_s if incarnation == member.incarnation else None
 
     def left(self, worker_id: str, incarnation: int) -> bool:
         """Forget a worker if this is its latest start; returns whether that changed anything."""

@@ -165,9 +165,10 @@ def test_routers_hear_of_a_restart_before_the_worker_does_and_the_new_start_is_n
         world.told.clear()
 
         await world.announce("decode-1")
-        assert world.told == [], "it still ends"
+        assert world.told == [("restart", "decode-1", 7.0)], "Ray may have lost the call"
         await world.announce("decode-1", incarnation=2)
-        assert world.told == [("router-0", worker_names(), [])]
+        await world.announce("decode-1", incarnation=2)
+        assert world.told[1:] == [("router-0", worker_names(), [])]
         assert (await world.controller.facts()).workers.counts == {"prefill": 2, "decode": 2}
 
     asyncio.run(main())
@@ -215,7 +216,7 @@ def test_workers_of_a_role_do_not_all_restart_at_once_nor_leave_while_the_others
             await world.controller.scale({"decode": 1}, 7.0)
         await world.controller.restart("prefill-0", 7.0)
         told = [each for each in world.told if each[0] in {"restart", "drain"}]
-        assert told == [("restart", "decode-0", 7.0), ("restart", "prefill-0", 7.0)]
+        assert told == [("restart", name, 7.0) for name in ("decode-0", "decode-0", "prefill-0")]
 
         await world.announce("decode-0", incarnation=2)
         await world.controller.restart("decode-1", 7.0)
