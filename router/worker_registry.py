@@ -157,11 +157,14 @@ class WorkerRegistry:
         self._departed: dict[tuple[str, int], tuple[Worker, float]] = {}  # |-> (worker, left_at)
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._is_stopped = False
         # With the smallest capacities of any worker.
         self.model: ServedModel | None = None
 
     def set_members(self, members: Iterable[WorkerMember]) -> None:
-        """Follow these members, and former ones while they live; idempotent."""
+        """Follow these members, and former ones while they live; none after stop. Idempotent."""
+        if self._is_stopped:
+            return
         self._announced = {member.worker_id: member for member in members}
         for worker_id, worker in list(self._workers.items()):
             member = self._announced.get(worker_id)
@@ -260,6 +263,7 @@ class WorkerRegistry:
 
     async def stop(self) -> None:
         """Leave all workers."""
+        self._is_stopped = True
         for worker in list(self._workers.values()):
             self._depart(worker)
         if self._closing:
@@ -338,7 +342,8 @@ class WorkerRegistry:
             last_reason = reason
             self._lose(worker, reason)
             if worker.member.worker_id not in self._announced:
-                self._depart(worker)
+                if self._workers.get(worker.member.worker_id) is worker:  # else it has departed
+                    self._depart(worker)
                 return
             await asyncio.sleep(self._config.reconnect_delay_s)
 
