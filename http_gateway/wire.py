@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from http_gateway.answers import Answers, CallReader
@@ -16,13 +15,8 @@ from pagewire.calls import Metadata
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import unpack_token_ids
 from pagewire.resumption import ResumableCall
-from pagewire.routers import Connector
-from pagewire.wire import (
-    error_from,
-    is_router_lost,
-    model_from,
-    status_from,
-)
+from pagewire.routers import Connector, MakeStub
+from pagewire.wire import model_from, status_from
 
 CALL_TIMEOUT_S = 10.0  # of calls that a router answers at once
 TOKENIZE_TIMEOUT_S = 60.0  # a router that starts waits for a worker's model, 30 s by default
@@ -153,23 +147,21 @@ class RouterLink:
         return status_from(response)
 
     async def is_serving(self) -> bool:
-        """Return whether the router has a decode worker that takes requests; anybody may ask.
+        """Return whether a router has a decode worker that takes requests; anybody may ask.
 
         Raises:
-            PagewireError: The router does not answer.
+            PagewireError: No router answers.
         """
-        await self._routers.locate()
-        address, stub = self._routers.address, health_pb2_grpc.HealthStub(self._routers.channel())
         request = health_pb2.HealthCheckRequest(service=INFERENCE_SERVICE)
-        try:
-            response = await stub.Check(request, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as failure:
-            if is_router_lost(failure):
-                self._routers.leave(address)
-            error = error_from(failure, address, CALL_TIMEOUT_S)
-            raise await self._routers.explain(error, address) from failure
-        self._routers.note_answer()
-        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+        await self._routers.locate()
+        for _ in self._routers.addresses:
+            response = await self._call(
+                "Check", request, "", CALL_TIMEOUT_S, health_pb2_grpc.HealthStub
+            )
+            if response.status == health_pb2.HealthCheckResponse.SERVING:
+                return True
+            self._routers.pass_over(self._routers.address)
+        return False
 
     async def wait_ready(self, waits: Callable[[str], None]) -> None:
         """Wait until a request would find a worker; the caller bounds the wait.
@@ -228,11 +220,16 @@ class RouterLink:
         return caller
 
     async def _call(
-        self, method: str, request: object, authorization: str, timeout_s: float
+        self,
+        method: str,
+        request: object,
+        authorization: str,
+        timeout_s: float,
+        make_stub: MakeStub | None = None,
     ) -> Any:
         await self._routers.locate()
         metadata = _metadata(authorization)
-        response = await self._routers.call(method, request, timeout_s, metadata)
+        response = await self._routers.call(method, request, timeout_s, metadata, make_stub)
         self._routers.note_answer()
         return response
 

@@ -39,6 +39,7 @@ CHANNEL_OPTIONS = (
 
 Channel = Any  # grpc.aio.Channel, or a test's substitute
 ChannelFactory = Callable[[str], Channel]
+MakeStub = Callable[[Channel], Any]  # of one service
 Explain = Callable[[PagewireError, str], Awaitable[PagewireError]]
 
 
@@ -151,8 +152,18 @@ class Routers:
         connection = self._connections.get(self.address)
         return connection is not None and any(each.is_open for each in connection.streams.values())
 
-    async def call(self, method: str, request: object, timeout_s: float, metadata: Metadata) -> Any:
+    async def call(
+        self,
+        method: str,
+        request: object,
+        timeout_s: float,
+        metadata: Metadata,
+        make_stub: MakeStub | None = None,
+    ) -> Any:
         """Make a call that changes nothing, at the next router if one is lost or cannot serve yet.
+
+        Args:
+            make_stub: Of the service that has the method; None: InferenceService.
 
         Raises:
             PagewireError: The call has failed.
@@ -162,7 +173,9 @@ class Routers:
         ends_at = min(loop.time() + self._patience_s, deadline)
         pause_s = FIRST_PAUSE_S
         while True:
-            failure = await self._call_each(method, request, timeout_s, deadline, metadata)
+            failure = await self._call_each(
+                method, request, timeout_s, deadline, metadata, make_stub
+            )
             if not isinstance(failure, CallFailure):
                 return failure
             pause_s = max(pause_s, failure.retry_after_s)
@@ -173,13 +186,20 @@ class Routers:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _call_each(
-        self, method: str, request: object, timeout_s: float, deadline: float, metadata: Metadata
+        self,
+        method: str,
+        request: object,
+        timeout_s: float,
+        deadline: float,
+        metadata: Metadata,
+        make_stub: MakeStub | None,
     ) -> Any:
         """Return the answer of the first router that serves, or else the last router's failure."""
         loop = asyncio.get_running_loop()
         last: CallFailure | None = None
         for _ in self.addresses:
-            address, stub = self.address, self._connection().stub
+            address, connection = self.address, self._connection()
+            stub = make_stub(connection.channel) if make_stub else connection.stub
             try:
                 remaining_s = deadline - loop.time()
                 return await getattr(stub, method)(request, timeout=remaining_s, metadata=metadata)
@@ -200,7 +220,9 @@ class Routers:
                 if address in self.addresses:
                     raise
                 # `move` has closed its channel.
-                return await self._call_each(method, request, timeout_s, deadline, metadata)
+                return await self._call_each(
+                    method, request, timeout_s, deadline, metadata, make_stub
+                )
         assert last is not None, "there is an address"
         return last
 
@@ -248,10 +270,6 @@ class Routers:
         if connection := self._connections.get(address):
             for stream in connection.streams.values():
                 stream.retire()
-
-    def channel(self) -> Channel:
-        """Return the channel to the router in use."""
-        return self._connection().channel
 
     async def move(self, addresses: Sequence[str]) -> None:
         """Use the routers at these addresses; calls to others are lost."""

@@ -476,8 +476,18 @@ def test_those_who_look_for_a_router_at_the_same_time_look_together():
     run_virtual(scenario())
 
 
-def test_a_short_call_whose_router_is_replaced_meanwhile_is_made_at_the_new_one(monkeypatch):
-    answer = ScriptedService.Tokenize
+@pytest.mark.parametrize(
+    ("method", "asking"),
+    [
+        ("Tokenize", request("/tokenize", json.dumps({"prompt": "x"}))),
+        ("Check", request("/ready", method="GET")),
+    ],
+    ids=["tokenize", "ready"],
+)
+def test_a_short_call_whose_router_is_replaced_meanwhile_is_made_at_the_new_one(
+    monkeypatch, method, asking
+):
+    answer = getattr(ScriptedService, method)
     asked = []
 
     async def hang_once(self, request, context):
@@ -495,11 +505,10 @@ def test_a_short_call_whose_router_is_replaced_meanwhile_is_made_at_the_new_one(
 
             server = GatewayServer(find_routers, config=GatewayConfig(), host="127.0.0.1", port=0)
             host, _, port = (await server.start()).rpartition(":")
-            tokenize = request("/tokenize", json.dumps({"prompt": "x"}))
             calls = []
             try:
                 for _ in range(2):
-                    call = asyncio.to_thread(exchange, (host, int(port)), tokenize)
+                    call = asyncio.to_thread(exchange, (host, int(port)), asking)
                     calls.append(asyncio.create_task(call))
                     async with asyncio.timeout(5):
                         while not asked:
@@ -509,10 +518,33 @@ def test_a_short_call_whose_router_is_replaced_meanwhile_is_made_at_the_new_one(
             finally:
                 await server.stop(0.0)
 
-    monkeypatch.setattr(ScriptedService, "Tokenize", hang_once)
+    monkeypatch.setattr(ScriptedService, method, hang_once)
 
     assert asyncio.run(scenario()) == [200, 200]
     assert [each is asked[0] for each in asked] == [True, False, False]
+
+
+@pytest.mark.parametrize("first", ["is gone", "has no worker"])
+def test_a_gateway_is_ready_if_any_of_its_routers_serves(first):
+    async def scenario():
+        async with serving(two_words) as (gone, _):
+            pass
+        async with serving(two_words) as (idle, service), serving(two_words) as (serves, _):
+            service.has_worker = False
+            where = [gone if first == "is gone" else idle, serves]
+
+            async def find_routers():
+                return where
+
+            server = GatewayServer(find_routers, config=GatewayConfig(), host="127.0.0.1", port=0)
+            host, _, port = (await server.start()).rpartition(":")
+            try:
+                asking = request("/ready", method="GET")
+                return (await asyncio.to_thread(exchange, (host, int(port)), asking)).status
+            finally:
+                await server.stop(0.0)
+
+    assert asyncio.run(scenario()) == 200
 
 
 def test_calls_that_lose_their_router_fail_and_say_why():
