@@ -94,9 +94,11 @@ class Driver(Generic[State, Event, Action]):
             self._task = loop.create_task(self._run())
 
     def post(self, event: Event | Cancelled | StreamLost) -> None:
-        """Hand an event to the machine."""
+        """Hand an event to the machine; after its end nothing is kept."""
         self.start()
-        self._events.put_nowait(event)
+        assert self._task is not None
+        if not self._task.done():
+            self._events.put_nowait(event)
 
     def spawn(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a job in the background; it reports by posting an event."""

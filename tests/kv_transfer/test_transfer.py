@@ -18,7 +18,7 @@ from kv_transfer.errors import (
     TransferError,
     TransferTimeout,
 )
-from kv_transfer.messages import ChunkGo, ChunkPosted, ChunkReady, Granted
+from kv_transfer.messages import Abort, ChunkGo, ChunkPosted, ChunkReady, Granted
 from kv_transfer.order import Load
 from kv_transfer.ordered_connection import NETWORK_CHUNK_BYTES
 from kv_transfer.receiver_protocol import Stage
@@ -594,6 +594,26 @@ def test_repeated_and_foreign_messages_change_nothing() -> None:
         assert received.pages_moved == 10
         assert workers.network.copies == 3
         assert attempt.committed == [4, 8, 10]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("how", ["done", "failed", "crashed"])
+def test_messages_that_come_after_the_end_are_not_kept(how: str) -> None:
+    async def scenario() -> None:
+        attempt = await ten_pages(Workers(network()))
+        if how == "failed":
+            await attempt.receiver.driver.cancel("the client left")
+        if how == "crashed":
+            attempt.receiver.driver._step = attempt.sender.driver._step = None  # type: ignore[assignment]
+        await attempt.run()
+        await asyncio.sleep(1)
+
+        for driver in (attempt.receiver.driver, attempt.sender.driver):
+            num_kept = driver._events.qsize()
+            driver.post(Abort(TICKET, "again"))
+            await asyncio.sleep(1)
+            assert driver._events.qsize() == num_kept
 
     run(scenario)
 
