@@ -28,6 +28,9 @@ FILE = "kustomization.yaml"
 RENDER_TIMEOUT_S = 60.0
 # How long a cluster takes to end, besides stop_grace_s for the router and again for the workers.
 STOPPING_S = 35
+# The annotation in which Multus, for instance, finds the further networks of a pod.
+NETWORKS = "k8s.v1.cni.cncf.io/networks"
+DNS_PORT = 53
 # Section |-> its fields in kustomize 5. Kustomize itself checks those of other sections.
 _GENERATOR = "name namespace behavior files literals envs env options"
 FIELDS = {
@@ -143,6 +146,8 @@ def rendered_faults(overlay: Path, kubectl: str) -> Iterator[str]:
     for cluster in (each["spec"] for each in objects if each["kind"] == "RayCluster"):
         yield from _missing_places(config, cluster)
         yield from _unlike_the_pods(config, cluster)
+        yield from _missing_interfaces(config, cluster)
+        yield from _traces_kept_in(config, cluster, objects)
     yield from _names_of_others(objects)
 
 
@@ -166,7 +171,17 @@ def _idle(file: Path, written: Any, objects: list[Any], rendered: str) -> Iterat
 
 
 def _missing_places(config: ClusterConfig, cluster: Any) -> Iterator[str]:
-    """Yield the pools with more workers than the groups of pods can take."""
+    """Yield the pools with more workers than the groups of pods can take, now or ever."""
+    grow = [
+        each["groupName"]
+        for each in cluster["workerGroupSpecs"]
+        if cluster.get("enableInTreeAutoscaling") and each["minReplicas"] < each["maxReplicas"]
+    ]
+    if grow and not config.pool_resources:
+        yield (
+            f"cluster.yaml: pool_resources: found False; allowed: True, because the autoscaler "
+            f"starts pods of {', '.join(grow)} only for workers that wait for their pool's places"
+        )
     bound = "maxReplicas" if cluster.get("enableInTreeAutoscaling") else "replicas"
     for pool, number in config.workers_of_pools.items() if config.pool_resources else ():
         places = sum(
@@ -225,6 +240,76 @@ def _unlike_the_pods(config: ClusterConfig, cluster: Any) -> Iterator[str]:
                 f"cluster.yaml: {option}: found {file!r}; allowed: a path in a volume of the "
                 f"head's container up: {', '.join(folders)}"
             )
+
+
+def _missing_interfaces(config: ClusterConfig, cluster: Any) -> Iterator[str]:
+    """Yield the options that name an interface which a pod lacks."""
+    workers = [each["template"] for each in cluster["workerGroupSpecs"]]
+    for option, pods in (
+        ("network_interface", [cluster["headGroupSpec"]["template"], *workers]),
+        ("nccl_interface", workers),
+    ):
+        found = getattr(config, option)
+        for interfaces in filter(None, map(_interfaces, pods)) if found else ():
+            if found not in interfaces:
+                yield (
+                    f"cluster.yaml: {option}: found {found!r}; allowed: {', '.join(interfaces)}, "
+                    "the interfaces of the pods"
+                )
+                break
+
+
+def _interfaces(pod: Any) -> list[str]:
+    """Return the interfaces of a pod other than lo; none: the manifests do not tell.
+
+    Container runtimes call the first one eth0. Those of further networks have numbers, unless their
+    annotation names them.
+    """
+    annotations = pod["metadata"].get("annotations", {})
+    if pod["spec"].get("hostNetwork") or pod["spec"].get("resourceClaims"):
+        return []
+    if any("interface" in each for each in annotations):  # of another plugin, such as GKE's
+        return []
+    networks = annotations.get(NETWORKS, "").strip()
+    if networks.startswith("["):
+        names = [each.get("interface", "") for each in yaml.safe_load(networks)]
+    else:
+        names = [each.partition("@")[2].strip() for each in networks.split(",") if each]
+    return ["eth0", *(name or f"net{number}" for number, name in enumerate(names, 1))]
+
+
+def _traces_kept_in(config: ClusterConfig, cluster: Any, objects: list[Any]) -> Iterator[str]:
+    """Yield tracing.endpoint if no policy lets workers reach anything but names and each other."""
+    egress = [
+        each["spec"]
+        for each in objects
+        if each["kind"] == "NetworkPolicy" and "Egress" in each["spec"]["policyTypes"]
+    ]
+    for group in cluster["workerGroupSpecs"] if config.tracing.endpoint else ():
+        labels = group["template"]["metadata"]["labels"]
+        policies = [each for each in egress if _selects(each["podSelector"], labels)]
+        rules = [rule for each in policies for rule in each.get("egress") or []]
+        if policies and not any(_leads_out(rule, labels) for rule in rules):
+            yield (
+                f"cluster.yaml: tracing.endpoint: found {config.tracing.endpoint!r}, which no "
+                f"policy lets the pods of {group['groupName']} reach; allowed: '', or an endpoint "
+                "with components/tracing"
+            )
+            return
+
+
+def _leads_out(rule: Any, labels: dict[str, str]) -> bool:
+    """Return whether a rule lets pods with these labels reach more than names and each other."""
+    selectors = [
+        to["podSelector"] if set(to) == {"podSelector"} else {} for to in rule.get("to") or [{}]
+    ]
+    return any(port.get("port") != DNS_PORT for port in rule.get("ports") or [{}]) and any(
+        not each or not _selects(each, labels) for each in selectors
+    )
+
+
+def _selects(selector: Any, labels: dict[str, str]) -> bool:
+    return labels.items() >= selector.get("matchLabels", {}).items()
 
 
 def _ports(pods: Iterable[Any]) -> dict[str, int]:

@@ -90,6 +90,25 @@ def test_our_overlays_can_be_applied(name, capsys):
             "Certificate pagewire-front-tls: dnsNames: found 'pagewire-grpc.pagewire.svc'; allowed"
             ": names of the namespace, as in pagewire-grpc.new.svc",
         ),
+        (
+            CONFIG,
+            "e: eth0",
+            "e: ens5",
+            "network_interface: found 'ens5'; allowed: eth0, the interf",
+        ),
+        (
+            CONFIG,
+            "network_interface: eth0",
+            "nccl_interface: net1",
+            "nccl_interface: found 'net1'; allowed: eth0, the interfaces of the pods",
+        ),
+        (
+            CONFIG,
+            "log_format: json",
+            "tracing: {endpoint: 'http://c:4318/v1/traces'}",
+            "tracing.endpoint: found 'http://c:4318/v1/traces', which no policy lets the pods of "
+            "prefill reach; allowed: '', or an endpoint with components/tracing",
+        ),
         ("raycluster.yaml", "Specs/0/replicas", "/0/replicas", "kustomize refuses it: "),
     ],
 )
@@ -99,6 +118,39 @@ def test_what_is_mistyped_is_told(production, file, old, new, told, capsys):
 
     assert checked(production) == 2
     assert told in capsys.readouterr().err
+
+
+def replace(path, *changes):
+    text = path.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text)
+
+
+def test_an_autoscaler_needs_places_of_pools(production, capsys):
+    replace(production / KUSTOMIZATION, ("components/redis", "components/autoscaling"))
+    assert checked(production) == 0
+
+    replace(production / CONFIG, ("pool_resources: true", "pool_resources: false"))
+    assert checked(production) == 2
+    assert (
+        "pool_resources: found False; allowed: True, because the autoscaler starts pods of "
+        "prefill, decode only for workers" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("networks", ["rdma@ib0", '[{"name": "rdma", "interface": "ib0"}]'])
+def test_what_further_networks_and_components_add_is_allowed(production, networks):
+    rdma = production.parents[1] / "components" / "rdma" / "raycluster.yaml"
+    replace(rdma, ('networks: ""', f"networks: {networks!r}"))
+    for component in ("rdma", "tracing"):
+        added = ("components:\n", f"components:\n  - ../../components/{component}\n")
+        replace(production / KUSTOMIZATION, added)
+    tracing = "nccl_interface: ib0\ntracing: {endpoint: 'http://c:4318/v1/traces'}"
+    replace(production / CONFIG, ("log_format: json", tracing))
+
+    assert checked(production) == 0
 
 
 def test_the_time_to_stop_is_that_of_the_launcher():
