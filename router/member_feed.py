@@ -109,7 +109,8 @@ class MemberFeed:
         channel = self._connect_controller(address, self._incarnation)
         call = wire.watch_members(channel)
         try:
-            await self._tell(call, 0)
+            # Nothing is written before the first members: a write to a call that has just been
+            # refused fails without the reason, which tells the incarnation to name.
             applied = 0
             while True:
                 try:

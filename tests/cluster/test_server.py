@@ -21,7 +21,7 @@ from credentials.secret import ClusterSecret
 from observability.logs import ATTRIBUTE
 from pagewire.protos import controller_pb2, controller_pb2_grpc
 from protos.contract import CONTRACT_VERSION
-from router import member_feed, process, reported_wait
+from router import member_feed, process, reported_wait, wire
 from router.errors import ControllerGone
 from router.member_feed import MemberFeed
 from router.membership import WorkerMember
@@ -135,6 +135,38 @@ def test_a_controller_counts_as_lost_once_it_was_followed_or_is_late(
         assert await losses_after(listener, 3) > before
         await listener.stop()
 
+    asyncio.run(main())
+
+
+def test_a_refused_call_tells_at_once_which_start_of_the_controller_to_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """grpc.aio hides why a call has ended from a write that comes just then."""
+    monkeypatch.setattr(member_feed, "RETRY_S", 2 * WAIT_S)
+
+    def watch_members(channel: grpc.aio.Channel) -> Any:
+        call = controller_pb2_grpc.ControllerServiceStub(channel).WatchMembers()  # type: ignore[no-untyped-call]
+        write = call.write
+
+        async def write_late(message: Any) -> None:
+            headers = await call.initial_metadata()
+            if not headers:  # it is refused
+                nothing = grpc.aio.Metadata()
+                internal = grpc.StatusCode.INTERNAL
+                raise grpc.aio.AioRpcError(internal, nothing, nothing, "Internal error from Core")
+            await write(message)
+
+        call.write = write_late
+        return call
+
+    async def main() -> None:
+        async with serving() as (server, address):
+            server.publish([member("decode-0")])
+            listener = Listener("router-0", address)
+            await listener.wait_told(("decode-0", 1, False))
+            await listener.stop()
+
+    monkeypatch.setattr(wire, "watch_members", watch_members)
     asyncio.run(main())
 
 
