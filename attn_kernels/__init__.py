@@ -29,7 +29,8 @@ where keys are cut, the work of another kernel, a known prefix tree. It checks n
 Launchers raise the errors in errors.py. They refuse bad input before any launch, and nothing
 changes. A debug mode checks values that only the device knows, such as page ids in a page table:
 with PAGEWIRE_KERNEL_CHECKS=1 launchers wait for the device and check them, too (debug_checks.py;
-tests turn it on for some launches).
+tests turn it on for some launches). Inside `compiling_ahead` launches compile and do not run
+(compile_ahead.py).
 
 All operations share checks.py and tiles.py, attention shares attention_state.py, and the Hopper
 kernels share warpgroups.py. Begin with decode: the first launch of cascade fills some of its

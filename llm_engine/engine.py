@@ -107,10 +107,26 @@ class Engine:
         Loading a kernel while a transfer waits for its peer can block until that transfer ends.
         load_engine has already launched the kernels of larger or sharing batches.
         """
+        self._warm_up_runner()
+        if self._warm_up_draws() == [None]:
+            raise InvalidLogits(
+                "no token can be drawn after tokens 0, 0, 0 of this model: the largest "
+                "logit is NaN or infinite"
+            )
+
+    def launch_kernels(self) -> None:
+        """Launch every kernel of `warm_up`, inside `compiling_ahead`: results are arbitrary."""
+        self._warm_up_draws()  # first, as it has those that take longest to compile
+        self._warm_up_runner()
+
+    def _warm_up_runner(self) -> None:
         with torch.inference_mode(), self._on_device():
             self._runner.warm_up(
                 page_size=self.layout.page_size, max_tokens=self._max_context_tokens
             )
+
+    def _warm_up_draws(self) -> list[Drawn]:
+        """Draw in all ways, and move page 0; return tokens, or [None] if none can be drawn."""
         random = SamplingParams(top_k=2, top_p=0.9, logprobs=1)
         penalized = replace(random, repetition_penalty=1.1)
         draws = tuple(
@@ -125,11 +141,7 @@ class Engine:
         # The second is in no recording, and attends to prompt and drawn tokens.
         self.forward([prompt])
         self.forward([replace(drawn, token_ids=[0, 0, 0], start=0)])
-        if self.forward([drawn]) == [None]:
-            raise InvalidLogits(
-                "no token can be drawn after tokens 0, 0, 0 of this model: the largest "
-                "logit is NaN or infinite"
-            )
+        tokens = self.forward([drawn])
         # Penalties and masks edit logits in float32, whatever the model's dtype: other kernels.
         self.forward([replace(drawn, draws=draws)])
         num_words = -(-self._config.vocab_size // 32)
@@ -140,6 +152,7 @@ class Engine:
         self._storage.import_pages([0], self._storage.export_pages([0]))
         self._storage.digest_pages([0])
         self._storage.copy_pages([(0, 0)])
+        return tokens
 
     def _check(self, step: EngineStep) -> None:
         """Assert conditions whose violation would break a GPU or touch other requests' pages."""

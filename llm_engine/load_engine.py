@@ -1,9 +1,10 @@
-"""From a checkpoint to a ready engine: check, load weights, plan memory, warm up."""
+"""From a checkpoint to a ready engine: check, load weights, plan memory, compile, warm up."""
 
 import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attn_kernels.compile_ahead import compiling_ahead
 from attn_kernels.tiles import to_device
 from kv_cache.layout import DTYPE_BYTES, KVLayout
 from kv_cache.torch_storage import CopyKernel, DigestKernel, TorchPageStorage
@@ -133,14 +135,19 @@ def load_engine(
     )
     backend = _make_attention(config, storage, uses_triton=uses_triton)
     has_own = uses_triton and deterministic
-    operations = _triton_operations(weights) if has_own else TorchOperations()
+    operations = _triton_operations() if has_own else TorchOperations()
     decoder = Decoder(config, weights, backend, operations)
+    launches_kernels = uses_triton and device.type == "cuda"
     runner: Runner
-    if uses_triton and device.type == "cuda":
+    if launches_kernels:
         runner = _device_runner(config, storage, decoder, backend, num_seats, max_step_tokens)
     else:
         runner = HostRunner(storage, decoder)
     engine = Engine(config, storage, decoder, runner)
+    if launches_kernels:
+        load_kernels = partial(_load_kernels, backend, weights if has_own else None, device)
+        _compile_ahead(engine.launch_kernels, load_kernels)
+        load_kernels()
     engine.warm_up()
     logger.info(
         "engine_ready",
@@ -151,6 +158,19 @@ def load_engine(
         ),
     )
     return engine
+
+
+def _compile_ahead(*launches: Callable[[], None]) -> None:
+    """Compile in parallel what these launch, the longest compilations first.
+
+    A failure only costs time: whatever is wrong shows again when the kernels are launched to run.
+    """
+    try:
+        with compiling_ahead():
+            for launch in launches:
+                launch()
+    except Exception as error:
+        logger.warning("not_compiled_ahead", extra=fields(error=repr(error)))
 
 
 def _check_device(name: torch.device | str) -> torch.device:
@@ -238,20 +258,27 @@ def _import_kernels() -> None:
 def _triton_attention(pages: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> AttentionBackend:
     from llm_engine.attention_triton import TritonAttention
 
-    attention = TritonAttention(pages, cos, sin, **options)
-    if pages.is_cuda:
-        with torch.cuda.device(pages.device):
-            attention.load_kernels()
-    return attention
+    return TritonAttention(pages, cos, sin, **options)
 
 
-def _triton_operations(weights: DecoderWeights) -> Operations:
-    from llm_engine.operations_triton import TritonOperations, load_linear_kernels
+def _triton_operations() -> Operations:
+    from llm_engine.operations_triton import TritonOperations
 
-    if weights.lm_head.is_cuda:
-        with torch.cuda.device(weights.lm_head.device):
-            load_linear_kernels(weights)
     return TritonOperations()
+
+
+def _load_kernels(
+    attention: AttentionBackend, weights: DecoderWeights | None, device: torch.device
+) -> None:
+    """Launch kernels that no warm-up pass reaches; without weights, none of the linear layer."""
+    from llm_engine.attention_triton import TritonAttention
+    from llm_engine.operations_triton import load_linear_kernels
+
+    assert isinstance(attention, TritonAttention)
+    with torch.cuda.device(device):
+        attention.load_kernels()
+        if weights is not None:
+            load_linear_kernels(weights)
 
 
 def _device_runner(

@@ -1,0 +1,96 @@
+"""Compiles kernels in parallel, before their first launch would compile them one by one.
+
+Whoever is about to launch many kernels for the first time launches them twice: inside
+`compiling_ahead`, where nothing runs, and then as usual. The second time Triton finds the compiled
+kernels in its cache on the disk. Its state in memory is left alone, so that a kernel which could
+not be compiled ahead is compiled, or fails, as it would without.
+
+Importing this module does not import Triton.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+Compilations = dict[tuple[object, str], Callable[[], object]]  # by function and specialization
+
+# More gain nothing: about a sixth of a compilation holds the interpreter's lock.
+MAX_THREADS = 16
+
+_only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
+_taking_turns = threading.Lock()
+
+
+def only_compiles() -> bool:
+    """Return whether launches of this thread compile and do not run."""
+    return _only_compiles.get()
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Run nothing of what this thread launches inside; on leaving, compile it in other threads.
+
+    A launch returns at once, and leaves its outputs as they are: values that later work reads are
+    arbitrary. Leaving takes as long as the compilations. An error inside prevents them.
+
+    Raises:
+        RuntimeError: Inside another one.
+        Exception: On leaving, what the compiler raised for the first kernel that failed. Before, if
+            this version of Triton differs in what is replaced here.
+    """
+    if only_compiles():
+        raise RuntimeError("compiling_ahead: found one inside another; allowed: one at a time")
+    compilations: Compilations = {}
+    with _replaced_launches(compilations):
+        token = _only_compiles.set(True)
+        try:
+            yield
+        finally:
+            _only_compiles.reset(token)
+    # Only now: launches would wait again and again for the interpreter's lock, which these hold.
+    num_threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
+    with ThreadPoolExecutor(num_threads, "compile-ahead") as threads:
+        for done in as_completed([threads.submit(each) for each in compilations.values()]):
+            done.result()
+
+
+@contextmanager
+def _replaced_launches(compilations: Compilations) -> Iterator[None]:
+    """Collect the compilations of launches that only compile; other threads' launches run."""
+    from triton.runtime.jit import JITFunction
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=warmup or only_compiles(), **options)
+
+    def compile_later(
+        self: Any,
+        key: str,
+        signature: Any,
+        device: int,
+        constexprs: Any,
+        options: Any,
+        attrs: Any,
+        warmup: bool,
+    ) -> Any:
+        if not only_compiles():
+            return compile_now(self, key, signature, device, constexprs, options, attrs, warmup)
+        if (self, key) not in compilations:
+            _, _, target, *_ = self.device_caches[device]
+            source = self.ASTSource(self, signature, constexprs, attrs)
+            compilations[self, key] = partial(
+                self.compile, source, target=target, options=options.__dict__
+            )
+        return None  # Triton takes it that there is nothing to launch
+
+    with _taking_turns:
+        launch, compile_now = JITFunction.run, JITFunction._do_compile
+        JITFunction.run, JITFunction._do_compile = run, compile_later
+        try:
+            yield
+        finally:
+            JITFunction.run, JITFunction._do_compile = launch, compile_now
