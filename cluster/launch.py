@@ -49,6 +49,7 @@ from cluster.port_need import check_port_ranges
 from cluster.preflight import choose_device
 from cluster.private_folder import RayToken, private_folder
 from cluster.ray_hosts import check_hosts
+from cluster.ray_node import only_what_a_cluster_uses
 from cluster.ray_sessions import remove_ended_sessions
 from cluster.readiness import (
     LoadWatch,
@@ -418,7 +419,7 @@ def start_local_ray(
     # processes inherit the mask, as they do that of Ray for SIGINT; see shut_down_ray.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        with inherited_by_processes(environment):
+        with inherited_by_processes(environment), only_what_a_cluster_uses():
             ray.init(
                 address="local",
                 namespace=NAMESPACE,

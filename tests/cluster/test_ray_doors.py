@@ -54,6 +54,15 @@ class Actor:
         return os.getpid()
 
 
+def test_a_ray_has_no_processes_but_those_that_a_cluster_uses(local_ray):
+    """No dashboard, for which a start would wait, and no autoscaler."""
+    children = psutil.Process().children()
+    scripts = [Path(word).name for each in children for word in each.cmdline()[1:3]]
+
+    assert {each.name() for each in children} >= {"gcs_server", "raylet"}
+    assert [each for each in scripts if each.endswith(".py")] == ["log_monitor.py"]
+
+
 def test_only_this_host_reaches_any_process_of_ray(local_ray):
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     names = {each.name() for each in processes}

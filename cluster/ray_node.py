@@ -1,0 +1,51 @@
+"""The processes of a Ray that is started for one cluster: those it uses, without needless waits.
+
+`ray.init` has no options for this. In a Ray whose node has other methods, it starts and waits as it
+does by itself, and tests/cluster/test_ray_doors.py fails.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray._private import node as ray_node  # Ray has no public name for it
+
+LOOK_PERIOD_S = 0.02
+LOOKS_S = 30.0  # as long as Ray then waits by itself, and raises; also for one answer
+
+
+class NodeOfOneCluster(ray_node.Node):
+    """A node without dashboard and autoscaler."""
+
+    def start_monitor(self) -> None:
+        """Start no autoscaler: this cluster has one host."""
+
+    def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+        """Start no server: without a dashboard it serves nothing, but Ray waits for its start."""
+        assert not include_dashboard
+        self._webui_url = ""  # what Ray tells its processes then
+
+    def start_ray_processes(self) -> None:
+        """Start the raylet, and return when it has registered: Ray looks only once a second."""
+        super().start_ray_processes()  # type: ignore[no-untyped-call]
+        [raylet] = self.all_processes["raylet"]
+        control_store: Any = self.get_gcs_client()  # type: ignore[no-untyped-call]
+        deadline = time.monotonic() + LOOKS_S
+        while (
+            not control_store.get_all_node_info(timeout=LOOKS_S)
+            and raylet.process.poll() is None
+            and time.monotonic() < deadline
+        ):
+            time.sleep(LOOK_PERIOD_S)
+
+
+@contextmanager
+def only_what_a_cluster_uses() -> Iterator[None]:
+    """Have `ray.init` start such a node while entered."""
+    before = ray_node.Node
+    ray_node.Node = NodeOfOneCluster  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        ray_node.Node = before  # type: ignore[misc]
