@@ -116,7 +116,7 @@ def load_engine(
     began_at = time.monotonic()
     with ThreadPoolExecutor(1, "import-kernels") as importing:
         if uses_triton:  # meanwhile; an error is left to who imports them then
-            importing.submit(_import_kernels)
+            importing.submit(import_kernels)
         weights = load_weights(
             config,
             tensors,
@@ -250,7 +250,8 @@ def _make_attention(
 # Triton is absent on some hosts, and slow to import on others: imported only where it is used.
 
 
-def _import_kernels() -> None:
+def import_kernels() -> None:
+    """Import what computes with Triton; ImportError: there is none."""
     for name in TRITON_MODULES:
         import_module(name)
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import ray
 
 from credentials.secret import PartyKeys
+from llm_engine.gpu_context import making_context
 from llm_engine.model_identity import ModelIdentity
 from observability.logs import configure_logging, fields
+from observability.serving_process import process_age_s
 from options.kept_by_name import kept_by_name
 from worker.errors import HostUnfit
 from worker.own_host import host_names, look
@@ -59,8 +61,9 @@ class WorkerActor(ABC, Generic[Config]):
     async def __init__(self, start: WorkerStart[Config]) -> None:  # type: ignore[misc] # Ray awaits it
         settings = start.settings
         configure_logging(settings.log_level, settings.log_format)
+        _note_step("worker_begins", settings.worker_id)
         self._settings = settings
-        engine = asyncio.get_running_loop().run_in_executor(None, _import_engine)
+        engine = asyncio.get_running_loop().run_in_executor(None, _import_engine, settings.device)
         self._controller = ray.get_actor(start.controller_name)
         is_restart = await self._was_ready()
         try:
@@ -71,6 +74,7 @@ class WorkerActor(ABC, Generic[Config]):
             from worker.process import WorkerProcess
 
             await engine
+            _note_step("engine_imported", settings.worker_id)
             self._process = WorkerProcess(
                 settings,
                 start.config,
@@ -202,9 +206,22 @@ class WorkerActor(ABC, Generic[Config]):
         os._exit(1)
 
 
-def _import_engine() -> None:
+def _note_step(event: str, worker_id: str) -> None:
+    """Log for whoever looks where the time of a start goes; worker_ready tells the whole."""
+    log.debug(event, extra=fields(worker_id=worker_id, process_s=round(process_age_s(), 2)))
+
+
+def _import_engine(device: str) -> None:
     """Import what computes: torch takes seconds, in which other processes are asked."""
-    import llm_engine.load_engine  # noqa: F401
+    if device == "cpu":
+        import llm_engine.load_engine  # noqa: F401
+
+        return
+    with making_context():
+        from llm_engine.load_engine import import_kernels
+
+        with suppress(ImportError):  # left to who needs them then
+            import_kernels()
 
 
 def _on_this_host(settings: WorkerSettings, expected: ModelIdentity | None) -> WorkerSettings:

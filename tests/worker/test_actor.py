@@ -5,7 +5,8 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import ray
 import worker.actor as module
 import worker.process
 from cluster.demo_model import write_demo_model
+from llm_engine import load_engine
 from llm_engine.model_identity import read_identity
 from tests.support.cluster_keys import SECRET
 from tests.support.interfaces import have_interfaces
@@ -92,7 +94,7 @@ def controller(model: Path, monkeypatch: pytest.MonkeyPatch) -> FakeController:
     monkeypatch.setattr(ray, "nodes", lambda: [{**NODE, "NodeID": "other"}, NODE])
     own = OwnContext()
     monkeypatch.setattr(ray, "get_runtime_context", lambda: own)
-    monkeypatch.setattr(module, "_import_engine", lambda: None)  # it takes seconds
+    monkeypatch.setattr(module, "_import_engine", lambda device: None)  # it takes seconds
     have_interfaces(monkeypatch, {"eth0": ["10.0.0.2"], "eth1": ["10.1.0.2"]})
     return controller
 
@@ -274,9 +276,30 @@ def test_the_engine_is_imported_while_the_controller_starts(
         assert await asyncio.to_thread(begun.wait, 30.0)
         return False
 
-    monkeypatch.setattr(module, "_import_engine", begun.set)
+    monkeypatch.setattr(module, "_import_engine", lambda device: begun.set())
     controller.was_ready = SimpleNamespace(remote=lambda *_: answer())
 
     start(model)
 
     assert started == [("10.0.0.2", model)]
+
+
+def test_the_context_of_a_gpu_is_made_while_the_engine_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done = []
+
+    @contextmanager
+    def making_context() -> Iterator[None]:
+        done.append("begin")
+        yield
+        done.append("end")
+
+    monkeypatch.setattr(module, "making_context", making_context)
+    monkeypatch.setattr(load_engine, "import_kernels", lambda: done.append("kernels"))
+
+    module._import_engine("cpu")
+    assert done == []
+
+    module._import_engine("cuda")
+    assert done == ["begin", "kernels", "end"]
