@@ -5,8 +5,9 @@ products. Each tensor of a file is cast and copied to its rows of that matrix, a
 comes from a GGUF file; no second copy of the model ever exists.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ from llm_engine.errors import CheckpointCorrupt
 from llm_engine.gguf_checkpoint import GGUFTensorEntry
 from llm_engine.gguf_weights import fill_from_gguf
 from llm_engine.model_config import ModelConfig
+from llm_engine.pinned_reader import reading_pinned
+
+READER_DEVICES = ("cuda",)  # others get the weights out of mapped files, without a further copy
+# A file's name of a type |-> torch's.
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +87,7 @@ def load_weights(
         layers = tuple(_load_layer(loader, config, layer) for layer in range(config.num_layers))
         final_norm = loader.join("model.norm.weight")
         lm_head = loader.join("lm_head.weight") if "lm_head.weight" in tensors else embedding
+        loader.finish()
     return DecoderWeights(
         embedding=embedding, layers=layers, final_norm=final_norm, lm_head=lm_head
     )
@@ -116,6 +123,9 @@ class _Loader:
         self._dtype = dtype
         self._on_loaded = on_loaded
         self._files: dict[Path, Any] = {}  # path |-> open safetensors file
+        uses_reader = device.type in READER_DEVICES
+        self._reader = stack.enter_context(reading_pinned(device)) if uses_reader else None
+        self._pieces: list[tuple[str, list[Future[None]]]] = []  # tensor, what is being read of it
 
     def linear(self, *names: str, rows_in_turn: int | None = None) -> LinearWeights:
         weight, bias = (
@@ -139,20 +149,43 @@ class _Loader:
             parts = turns.unbind(1)
         for name, part in zip(names, parts, strict=True):
             self._fill(part, name)
-            entry = self._tensors[name]
-            self._on_loaded(entry.end - entry.begin)
         return joined
+
+    def finish(self) -> None:
+        """Wait for what is still being read."""
+        for name, pieces in self._pieces:
+            with self._told(name):
+                for each in pieces:
+                    each.result()
+            self._count(name)
 
     def _fill(self, rows: Tensor, name: str) -> None:
         entry = self._tensors[name]
-        try:
+        with self._told(name):
             if isinstance(entry, GGUFTensorEntry):
                 fill_from_gguf(rows, entry)
+            elif self._reader is not None and DTYPES[entry.dtype] == rows.dtype:
+                pieces = self._reader.fill(rows, entry.path, entry.begin)
+                self._pieces.append((name, pieces))
                 return
-            if entry.path not in self._files:
-                file = self._stack.enter_context(safe_open(entry.path, framework="pt"))
-                self._files[entry.path] = file
-            rows.copy_(self._files[entry.path].get_tensor(name).view(rows.shape))
-        except (OSError, SafetensorError) as error:
-            problem = f"{entry.path}: tensor {name} cannot be read: {error}"
-            raise CheckpointCorrupt(problem) from error
+            else:
+                rows.copy_(self._file(entry.path).get_tensor(name).view(rows.shape))
+        self._count(name)
+
+    def _count(self, name: str) -> None:
+        entry = self._tensors[name]
+        self._on_loaded(entry.end - entry.begin)
+
+    @contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        """Tell which tensor cannot be read."""
+        try:
+            yield
+        except (OSError, EOFError, SafetensorError) as error:
+            path = self._tensors[name].path
+            raise CheckpointCorrupt(f"{path}: tensor {name} cannot be read: {error}") from error
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._files:
+            self._files[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._files[path]
