@@ -19,7 +19,7 @@ from credentials.secret import PartyKeys
 from llm_engine.gpu_context import making_context
 from llm_engine.model_identity import ModelIdentity
 from observability.logs import configure_logging, fields
-from observability.serving_process import process_age_s
+from observability.serving_process import process_age_s, without_collections
 from options.kept_by_name import kept_by_name
 from worker.errors import HostUnfit
 from worker.own_host import host_names, look
@@ -213,15 +213,16 @@ def _note_step(event: str, worker_id: str) -> None:
 
 def _import_engine(device: str) -> None:
     """Import what computes: torch takes seconds, in which other processes are asked."""
-    if device == "cpu":
-        import llm_engine.load_engine  # noqa: F401
+    with without_collections():
+        if device == "cpu":
+            import llm_engine.load_engine  # noqa: F401
 
-        return
-    with making_context():
-        from llm_engine.load_engine import import_kernels
+            return
+        with making_context():
+            from llm_engine.load_engine import import_kernels
 
-        with suppress(ImportError):  # left to who needs them then
-            import_kernels()
+            with suppress(ImportError):  # left to who needs them then
+                import_kernels()
 
 
 def _on_this_host(settings: WorkerSettings, expected: ModelIdentity | None) -> WorkerSettings:

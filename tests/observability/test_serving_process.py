@@ -3,6 +3,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ from observability.serving_process import (
     YOUNG_OBJECTS,
     process_age_s,
     settle_process,
+    without_collections,
 )
 
 
@@ -40,6 +42,14 @@ def test_what_lives_is_frozen_and_new_garbage_is_still_collected() -> None:
     assert node() is not None
     _kept = [[] for _ in range(2 * YOUNG_OBJECTS)]
     assert node() is None, "a collection began by itself"
+
+
+def test_nothing_is_collected_during_imports_and_then_again() -> None:
+    with suppress(ImportError), without_collections():
+        assert not gc.isenabled()
+        raise ImportError("no torch")
+
+    assert gc.isenabled()
 
 
 def test_threads_take_turns_more_often() -> None:
