@@ -1,6 +1,7 @@
 """The cost of a cached prompt at router and decode worker when many arrive at once.
 
     python -m benchmarks.bursts --out benchmarks/results/bursts-cpu.json
+    python -m benchmarks.bursts --prefill
 
 Waves of prompts, each of 1,024 distinct tokens that the cache holds, go through the client library
 to a router and from there to a decode worker, each in a separate process. The worker is complete
@@ -9,6 +10,9 @@ the CPU time of a process in a wave, over all threads, divided by the wave's req
 the waves, and the least, since neighbours on the host only add to it. Several routers count as one.
 `first_ms` is the median over the waves of the time from the first call until half, or all, of the
 requests have a token; where the processes share few cores it says little.
+
+With --prefill, the decode worker computes no prompt token: a prefill worker, in one more process,
+computes the one that is not cached and sends the page that holds it, over TCP.
 """
 
 import argparse
@@ -29,6 +33,7 @@ from benchmarks.stream_processes import (
     HOST,
     cpu_clock,
     run_decode_worker,
+    run_prefill_worker,
     run_router,
     started,
 )
@@ -41,7 +46,9 @@ MAX_ROUNDS = 300
 PAUSE_S = 0.02
 
 
-async def first_token_at(client: AsyncClient, prompt: Sequence[int], num_cached: int) -> float:
+async def first_token_at(
+    client: AsyncClient, prompt: Sequence[int], num_cached: int, num_moved: int
+) -> float:
     """Make one call; return when its first token came."""
     stream = client.stream(prompt, temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     async with stream:
@@ -51,6 +58,8 @@ async def first_token_at(client: AsyncClient, prompt: Sequence[int], num_cached:
             if delta.usage:
                 found = delta.usage.cached_tokens
                 assert found >= num_cached, f"{found} tokens were cached, not {num_cached}"
+                found = delta.usage.pages_moved
+                assert found >= num_moved, f"{found} pages moved, not {num_moved}"
     return arrived_at
 
 
@@ -58,11 +67,14 @@ async def play(
     clients: Sequence[AsyncClient],
     prompts: Sequence[Sequence[int]],
     num_cached: int = PROMPT_TOKENS - 1,
+    num_moved: int = 0,
 ) -> list[float]:
     """Make all calls at once, in turns to each router; return the times to their first tokens."""
     began_at = time.monotonic()
     calls = zip(cycle(clients), prompts, strict=False)
-    arrived = await asyncio.gather(*(first_token_at(*each, num_cached) for each in calls))
+    arrived = await asyncio.gather(
+        *(first_token_at(*each, num_cached, num_moved) for each in calls)
+    )
     return [each - began_at for each in arrived]
 
 
@@ -71,19 +83,25 @@ async def measure(at_once: int, options: argparse.Namespace) -> dict[str, Any]:
     rounds = min(max(options.requests // at_once, 10), MAX_ROUNDS)
     specs = wave(Seeds(at_once), at_once, unique=PROMPT_TOKENS)
     prompts = [token_ids(each.prompt, BURST_MODEL.vocab_size) for each in specs]
+    num_moved = 1 if options.prefill else 0
     with ExitStack() as stack:
+        step_s = options.step_ms / 1000
         worker, worker_port = stack.enter_context(
-            started(run_decode_worker, options.step_ms / 1000)
+            started(run_decode_worker, step_s, options.prefill)
         )
+        clocks = {"worker": [cpu_clock(worker)]}
+        prefill_port = None
+        if options.prefill:
+            prefill, prefill_port = stack.enter_context(started(run_prefill_worker, step_s))
+            clocks["prefill"] = [cpu_clock(prefill)]
         routers = [
-            stack.enter_context(started(run_router, worker_port, options.model_dir))
+            stack.enter_context(
+                started(run_router, worker_port, options.model_dir, None, prefill_port)
+            )
             for _ in range(options.routers)
         ]
-        clocks = {
-            "router": [cpu_clock(process) for process, _ in routers],
-            "worker": [cpu_clock(worker)],
-            "client": [time.CLOCK_PROCESS_CPUTIME_ID],
-        }
+        clocks["router"] = [cpu_clock(process) for process, _ in routers]
+        clocks["client"] = [time.CLOCK_PROCESS_CPUTIME_ID]
         costs: dict[str, list[float]] = {name: [] for name in clocks}
         waves = []
         async with AsyncExitStack() as calling:
@@ -93,10 +111,10 @@ async def measure(at_once: int, options: argparse.Namespace) -> dict[str, Any]:
             ]
             await play(clients, prompts, num_cached=0)
             for _ in range(3):  # warm
-                await play(clients, prompts)
+                await play(clients, prompts, num_moved=num_moved)
             for _ in range(rounds):
                 before = {name: _used_s(each) for name, each in clocks.items()}
-                waves.append(await play(clients, prompts))
+                waves.append(await play(clients, prompts, num_moved=num_moved))
                 await asyncio.sleep(PAUSE_S)  # work after the last token counts, too
                 for name, each in clocks.items():
                     costs[name].append(1e6 * (_used_s(each) - before[name]) / at_once)
@@ -153,6 +171,9 @@ def main() -> None:
     parser.add_argument(
         "--routers", type=int, default=1, help="routers, among which the calls are divided"
     )
+    parser.add_argument(
+        "--prefill", action="store_true", help="have a prefill worker compute the prompts"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     from cluster.demo_model import demo_model_dir
@@ -162,6 +183,7 @@ def main() -> None:
         **conditions("bursts"),
         "step_ms": options.step_ms,
         "routers": options.routers,
+        "prefill": options.prefill,
         "cases": asyncio.run(measure_all(options)),  # gRPC wants one event loop in a process
     }
     write_result(options.out, result)

@@ -3,6 +3,9 @@
 import time
 from collections import deque
 from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
 
 from kv_cache.layout import KVLayout
 from kv_cache.page_storage import PageBytes
@@ -10,31 +13,33 @@ from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.sampling import SampledToken
 
 
-class NoPages:
-    """Pages that nobody may look into; implements kv_cache.page_storage.PageStorage."""
+class HostPages:
+    """Pages in host memory, which no step changes; implements kv_cache.page_storage.PageStorage."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, page_bytes: int) -> None:
         self.num_pages = num_pages
-        self.page_bytes = 0
+        self.page_bytes = page_bytes
+        self._pages: PageBytes = np.zeros((num_pages, page_bytes), np.uint8)
 
     def export_pages(self, page_ids: Sequence[int]) -> PageBytes:
-        raise NotImplementedError("there are no contents")
+        return self._pages[list(page_ids)]
 
     def import_pages(self, page_ids: Sequence[int], contents: PageBytes) -> None:
-        raise NotImplementedError("there are no contents")
+        self._pages[list(page_ids)] = contents
 
     def digest_pages(self, page_ids: Sequence[int]) -> list[bytes]:
-        raise NotImplementedError("there are no contents")
+        return [blake2b(self._pages[each], digest_size=16).digest() for each in page_ids]
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy nothing."""
+        for source, target in copies:
+            self._pages[target] = self._pages[source]
 
 
 class EmptyEngine:
     """Implements engine_api.EngineLike: what a worker costs beside its device.
 
     Args:
-        layout: The layout of the pages that there would be.
+        layout: The layout of its pages.
         num_pages: How many.
         step_s: Time that a device would take for a step; it begins when the one before has ended.
         token: What is drawn.
@@ -46,7 +51,7 @@ class EmptyEngine:
         self, layout: KVLayout, *, num_pages: int, step_s: float, token: SampledToken
     ) -> None:
         self.layout = layout
-        self.storage = NoPages(num_pages)
+        self.storage = HostPages(num_pages, layout.page_bytes)
         self._step_s = step_s
         self._token = token
         self._launched: deque[tuple[EngineStep, float]] = deque()  # with when each ends

@@ -1,7 +1,8 @@
 """Workers without a model, a router and a gateway, each in a process of its own, to be measured.
 
 The StepWorker has only a decode worker's sessions, and draws one token of each request every step.
-The other one is a whole decode worker around an engine that computes nothing.
+The others are a whole decode worker and a whole prefill worker around an engine that computes
+nothing.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -19,6 +20,9 @@ from typing import Any
 import grpc
 import psutil
 
+from credentials.cluster import ClusterCredentials
+from credentials.party import Party, Role
+from credentials.secret import ClusterSecret
 from decode_worker.outbox import Outbox
 from decode_worker.request import Request, TokenDelta
 from decode_worker.server import register_decode_service
@@ -50,6 +54,7 @@ BURST_MODEL = ModelInfo(
 )
 BURST_PAGE_SIZE, BURST_PAGES = 64, 16_384
 BURST_HASH_KEY = bytes(16)
+BURST_SECRET = ClusterSecret(bytes(32))
 HEARTBEAT_S = 0.5
 
 Measured = SpawnProcess | psutil.Process
@@ -180,67 +185,71 @@ def run_worker(ports: Ports, steps: Steps) -> None:
     _serve(start, ports)
 
 
-def run_decode_worker(ports: Ports, step_s: float) -> None:
-    """Run a decode worker whose steps take `step_s` seconds and compute nothing."""
-    from benchmarks.empty_engine import EmptyEngine
-    from credentials.cluster import ClusterCredentials
-    from credentials.secret import ClusterSecret
+def run_decode_worker(ports: Ports, step_s: float, is_remote: bool = False) -> None:
+    """Run a decode worker whose steps take `step_s` seconds and compute nothing.
+
+    With `is_remote`, a prefill worker computes all prompts.
+    """
     from decode_worker.config import DecodeConfig
     from decode_worker.worker import DecodeWorker
-    from kv_cache.layout import KVLayout
-    from worker.context import WorkerContext
-    from worker.executor import ThreadExecutor
-    from worker.host import WorkerHost
-
-    layout = KVLayout(
-        num_layers=1,
-        num_kv_heads=1,
-        page_size=BURST_PAGE_SIZE,
-        head_dim=1,
-        dtype="float32",
-        model_fingerprint=BURST_MODEL.fingerprint,
-    )
 
     async def start() -> tuple[int, object]:
-        identity = WorkerIdentity(worker_id="decode-0", incarnation=1, address="none")
-        keys = ClusterSecret(secrets.token_bytes(32)).keys_of("decode", identity.worker_id)
         server = grpc.aio.server(
             options=WORKER_SERVER_OPTIONS, interceptors=[CallGuard(max_calls=1000)]
         )
-        context = WorkerContext(
-            config=DecodeConfig(hash_key=BURST_HASH_KEY),
-            identity=identity,
-            model=BURST_MODEL,
-            executor=ThreadExecutor(
-                EmptyEngine(layout, num_pages=BURST_PAGES, step_s=step_s, token=TOKENS[0]),
-                max_call_s=60.0,
-            ),
-            credentials=ClusterCredentials(keys, identity.incarnation),
-            transports=(),
-        )
+        config = DecodeConfig(hash_key=BURST_HASH_KEY)
+        if is_remote:
+            config = replace(config, local_prefill_max_tokens=0)
+        context = _burst_context("decode", config, step_s)
         pool = DecodeWorker(
             context,
             connect_channel=grpc.aio.insecure_channel,
             random_id=lambda: secrets.token_bytes(16),
         )
-        worker = WorkerHost(context, pool)
-        worker.register(server)
-        port = await _listen(server)
-        await worker.start()
-        return port, (server, worker)
+        return await _start_worker(context, pool, server)
+
+    _serve(start, ports)
+
+
+def run_prefill_worker(ports: Ports, step_s: float) -> None:
+    """Run a prefill worker, likewise."""
+    from credentials.gate import ServerGate
+    from prefill_worker.config import PrefillConfig
+    from prefill_worker.worker import PrefillWorker
+
+    async def start() -> tuple[int, object]:
+        context = _burst_context("prefill", PrefillConfig(hash_key=BURST_HASH_KEY), step_s)
+        # As in a cluster: the caller of an attempt has to be known.
+        gate = ServerGate(context.credentials)
+        server = grpc.aio.server(
+            options=WORKER_SERVER_OPTIONS, interceptors=[gate, CallGuard(max_calls=1000)]
+        )
+        return await _start_worker(context, PrefillWorker(context), server)
 
     _serve(start, ports)
 
 
 def run_router(
-    ports: Ports, worker_port: int, model_dir: Path, options: dict[str, Any] | None = None
+    ports: Ports,
+    worker_port: int,
+    model_dir: Path,
+    options: dict[str, Any] | None = None,
+    prefill_port: int | None = None,
 ) -> None:
     """Run a router."""
+    from credentials.channel import ProvenChannel
     from router.config import RouterConfig
     from router.front import make_server
-    from router.membership import WorkerMember
+    from router.membership import PoolName, WorkerMember
     from router.random_ids import random_ids
     from router.router import Router
+
+    def connect(member: WorkerMember) -> grpc.aio.Channel:
+        channel = grpc.aio.insecure_channel(member.address)
+        if member.pool == "decode":  # it has no gate
+            return channel
+        prefill = Party(role="prefill", name=member.worker_id, incarnation=member.incarnation)
+        return ProvenChannel(channel, _credentials("router", "router-0").callee(prefill))
 
     async def start() -> tuple[int, object]:
         config = RouterConfig(
@@ -251,17 +260,21 @@ def run_router(
             **(options or {}),
         )
         router = Router(
-            config=config,
-            model_dir=model_dir,
-            connect_channel=lambda _: grpc.aio.insecure_channel(f"{HOST}:{worker_port}"),
-            random_id=random_ids(),
+            config=config, model_dir=model_dir, connect_channel=connect, random_id=random_ids()
         )
         server = make_server(config)
         router.register(server)
         await router.start()
-        address = f"{HOST}:{worker_port}"
-        member = WorkerMember(worker_id="decode-0", incarnation=1, address=address, pool="decode")
-        await router.set_workers([member])
+        workers: dict[PoolName, int | None] = {"decode": worker_port, "prefill": prefill_port}
+        await router.set_workers(
+            [
+                WorkerMember(
+                    worker_id=f"{pool}-0", incarnation=1, address=f"{HOST}:{port}", pool=pool
+                )
+                for pool, port in workers.items()
+                if port is not None
+            ]
+        )
         return await _listen(server), (server, router)
 
     _serve(start, ports)
@@ -305,6 +318,48 @@ def cpu_clock(process: SpawnProcess) -> int:
     """Return the clock of what a process uses, as time.clock_gettime takes it: nanoseconds."""
     assert process.pid is not None, "it runs"
     return ~process.pid << 3 | 2  # as Linux numbers the clocks of processes
+
+
+def _credentials(role: Role, name: str) -> ClusterCredentials:
+    return ClusterCredentials(BURST_SECRET.keys_of(role, name), incarnation=1)
+
+
+def _burst_context(pool: Role, config: Any, step_s: float) -> Any:
+    """Return what a worker without a model needs, but for its pool's part."""
+    from benchmarks.empty_engine import EmptyEngine
+    from kv_cache.layout import KVLayout
+    from kv_transfer.proven_sockets import ProvenSockets
+    from kv_transfer.tcp import TcpTransport
+    from worker.context import WorkerContext
+    from worker.executor import ThreadExecutor
+
+    layout = KVLayout(
+        num_layers=1,
+        num_kv_heads=1,
+        page_size=BURST_PAGE_SIZE,
+        head_dim=1,
+        dtype="float32",
+        model_fingerprint=BURST_MODEL.fingerprint,
+    )
+    engine = EmptyEngine(layout, num_pages=BURST_PAGES, step_s=step_s, token=TOKENS[0])
+    return WorkerContext(
+        config=config,
+        identity=WorkerIdentity(worker_id=f"{pool}-0", incarnation=1, address="none"),
+        model=BURST_MODEL,
+        executor=ThreadExecutor(engine, max_call_s=60.0),
+        credentials=_credentials(pool, f"{pool}-0"),
+        transports=[TcpTransport(engine.storage, ProvenSockets(host=HOST))],
+    )
+
+
+async def _start_worker(context: Any, pool: Any, server: grpc.aio.Server) -> tuple[int, object]:
+    from worker.host import WorkerHost
+
+    worker = WorkerHost(context, pool)
+    worker.register(server)
+    port = await _listen(server)
+    await worker.start()
+    return port, (server, worker)
 
 
 async def _listen(server: grpc.aio.Server) -> int:
