@@ -186,7 +186,7 @@ class Corruption:
     async def _compute(self, index: int) -> Prompt:
         segment = self._seeds.segment(PROMPT_PAGES * PAGE_SIZE)
         prompt = token_ids([segment], self._engine.config.vocab_size)
-        await self._line.send(Compute(prompt=index, token_ids=tuple(prompt)))
+        self._line.send(Compute(prompt=index, token_ids=tuple(prompt)))
         computed = await self._answer()
         assert isinstance(computed, Computed)
         return Prompt(token_ids=prompt, computed=computed)
@@ -197,7 +197,7 @@ class Corruption:
             connection_id, key = secrets.token_hex(16), secrets.token_bytes(32)
             deadline = asyncio.get_running_loop().time() + DEADLINES.connect_s
             offer = self._transport.offer(connection_id, key)
-            await self._line.send(Connect(connection_id=connection_id, offer=offer, key=key))
+            self._line.send(Connect(connection_id=connection_id, offer=offer, key=key))
             connection = await self._transport.accept(connection_id, deadline)
             if error := await self._answer():
                 raise ConnectionBroken(str(error))
@@ -269,7 +269,7 @@ class Corruption:
             deadlines=DEADLINES,
         )
         ended = self._ended[ticket] = asyncio.get_running_loop().create_future()
-        await self._line.send(begin)
+        self._line.send(begin)
         error: TransferError | None = None
         try:
             await receiver.run()

@@ -107,7 +107,7 @@ class Line:
         self._heard: asyncio.Queue[Any] = asyncio.Queue()
         Thread(target=self._listen, daemon=True).start()
 
-    async def send(self, message: object) -> None:
+    def send(self, message: object) -> None:
         self._pipe.send(message)
 
     async def hear(self) -> Any:
@@ -260,9 +260,9 @@ class DamagingSender:
                 output = go_on(self._engine, token_ids, page_ids)
                 sums = page_sums(self._storage, page_ids[:PROMPT_PAGES])
                 answer = Computed(page_sums=sums, output_token_ids=tuple(output))
-                await self._line.send(answer)
+                self._line.send(answer)
             case Connect():
-                await self._line.send(await self._connect(message))
+                self._line.send(await self._connect(message))
             case Begin():
                 task = asyncio.create_task(self._send(message))
                 self._tasks.add(task)
@@ -312,7 +312,7 @@ class DamagingSender:
         del self._senders[begin.ticket]
         is_unsent = connection.planned.pop(planned, None)
         num = 0 if is_unsent else sum(len(each.places) for each in begin.injuries)
-        await self._line.send(Ended(ticket=begin.ticket, num_injuries=num, error=error))
+        self._line.send(Ended(ticket=begin.ticket, num_injuries=num, error=error))
 
 
 def main(pipe: Pipe, side: Side) -> None:
@@ -323,9 +323,9 @@ def main(pipe: Pipe, side: Side) -> None:
         try:
             sender = DamagingSender(side, line)
         except NoTransport as error:
-            await line.send(str(error))
+            line.send(str(error))
             return
-        await line.send("")
+        line.send("")
         await sender.serve()
 
     asyncio.run(serve())

@@ -11,12 +11,14 @@ import grpc
 
 from credentials.channel import ProvenChannel
 from credentials.party import Party
+from decode_worker import wire
 from decode_worker.config import DecodeConfig
 from decode_worker.errors import PrefillFailed, PrefillPassFailed
+from decode_worker.prefill_client import PrefillClient, PrefillStream
 from decode_worker.remote_prefill import RemotePrefill
 from decode_worker.request import PrefillGroup, Request, TokenDelta
 from decode_worker.scheduler import Scheduler
-from decode_worker.wire import PrefillClient, PrefillResult
+from decode_worker.wire import PrefillResult
 from kv_cache.page_pool import Quarantined
 from kv_transfer.connections import ConnectionPool, PeerKey
 from kv_transfer.driver import RunBlocking
@@ -42,11 +44,11 @@ class _Peer:
     """What is kept for a prefill worker."""
 
     users: Users  # attempts, and the connecting ahead
-    channel: grpc.aio.Channel | None = None  # made when one needs it
+    client: PrefillClient | None = None  # made when one needs it
 
 
 class PrefillReceivers:
-    """All attempts of a decode worker, its channels and its connections to prefill workers.
+    """All attempts of a decode worker, its streams and its connections to prefill workers.
 
     Args:
         on_deltas: Takes the first tokens of a group.
@@ -126,8 +128,8 @@ class PrefillReceivers:
         await self._connections.close()
         for peer in self._peers.values():
             peer.users.forget()
-            if peer.channel is not None:
-                await peer.channel.close()
+            if peer.client is not None:
+                await peer.client.close()
 
     async def _receive(self, group: PrefillGroup, sender: WorkerIdentity) -> None:
         with self._peer(sender).users.one():
@@ -172,7 +174,7 @@ class PrefillReceivers:
                 self._on_deltas(self._take(group, attempt.result.result()))
             await asyncio.wait({running})
         except Exception:
-            await attempt.stop("an internal error")  # then it is known which pages may be written
+            attempt.stop("an internal error")  # then it is known which pages may be written
             raise
         finally:
             del self._running[running]
@@ -188,7 +190,7 @@ class PrefillReceivers:
         self._log_failure(group, sender, error)
         if isinstance(error, PrefillPassFailed):
             self._on_failed_pass(group.request)
-        await attempt.stop(f"{type(error).__name__}" if error else "cancelled")
+        attempt.stop(f"{type(error).__name__}" if error else "cancelled")
         if not group.is_ended:
             self._distrust(sender)
         return self._scheduler.receive_failed(group, may_be_written=_may_write(attempt))
@@ -242,8 +244,8 @@ class PrefillReceivers:
                 sender_incarnation=sender.incarnation,
                 receiver_incarnation=self._context.identity.incarnation,
             ),
-            client=PrefillClient(self._channel(sender)),
             contract_version=self._context.identity.contract_version,
+            stream=partial(self._stream, sender),
             connect=partial(self._connection, sender),
             drop=self._connections.drop,
             storage=self._context.storage,
@@ -271,7 +273,8 @@ class PrefillReceivers:
         connect_s = self._config.transfer_deadlines.connect_s
 
         async def connect(connection_id: str, transport: str, offer: bytes) -> None:
-            await PrefillClient(self._channel(sender)).connect(
+            await wire.connect(
+                self._client(sender).channel,
                 receiver=self._context.identity,
                 sender_incarnation=sender.incarnation,
                 connection_id=connection_id,
@@ -329,17 +332,21 @@ class PrefillReceivers:
     def _leave(self, sender: WorkerIdentity) -> None:
         peer = self._peers.pop(sender)
         peer.users.forget()
-        if peer.channel is not None:
-            self._context.tasks.start(
-                _close(peer.channel), name=f"close-channel-{sender.worker_id}"
-            )
+        if peer.client is not None:
+            self._context.tasks.start(_close(peer.client), name=f"close-client-{sender.worker_id}")
 
-    def _channel(self, sender: WorkerIdentity) -> grpc.aio.Channel:
+    def _stream(self, sender: WorkerIdentity) -> PrefillStream:
+        return self._client(sender).stream()
+
+    def _client(self, sender: WorkerIdentity) -> PrefillClient:
         peer = self._peer(sender)
-        if peer.channel is None:
+        if peer.client is None:
             callee = self._context.credentials.callee(sender.as_party("prefill"))
-            peer.channel = ProvenChannel(self._connect_channel(sender.address), callee)
-        return peer.channel
+            peer.client = PrefillClient(
+                ProvenChannel(self._connect_channel(sender.address), callee),
+                write_s=self._config.transfer_deadlines.grant_s,
+            )
+        return peer.client
 
     def _transfer_key(self, peer_key: PeerKey, connection_id: str) -> bytes:
         name, incarnation = peer_key
@@ -364,11 +371,11 @@ class PrefillReceivers:
         )
 
 
-async def _close(channel: grpc.aio.Channel) -> None:
+async def _close(client: PrefillClient) -> None:
     try:
-        await channel.close()
+        await client.close()
     except Exception:
-        logger.exception("channel_close_failed")  # it is no longer used
+        logger.exception("client_close_failed")  # it is no longer used
 
 
 def _may_write(attempt: RemotePrefill | None) -> bool:

@@ -2,21 +2,21 @@
 
 Life of an attempt:
 1. connection   taken from the pool, or made with the Connect call
-2. call         Prefill is opened and names what to compute and which pages are wanted
+2. start        names what to compute and which pages are wanted, on the stream of all attempts
 3. pages        the Receiver takes them chunk by chunk and reports each commit at once
 4. result       the first tokens, drawn after the last token of the prompt, usually come before the
                 last page
 5. close        in any case, and after a failure only once stop was called: wait until nothing can
-                write into the pages, then end the call
+                write into the pages, then leave
 """
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 
 from decode_worker.errors import ConnectionUnknown, PrefillFailed
+from decode_worker.prefill_client import AttemptLine, PrefillStream
 from decode_worker.request import PrefillGroup
-from decode_worker.wire import PrefillCall, PrefillClient, PrefillResult
+from decode_worker.wire import PrefillEnd, PrefillMessage, PrefillResult, start_message
 from kv_cache.page_storage import PageStorage
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import RunBlocking
@@ -33,6 +33,7 @@ class RemotePrefill:
 
     Args:
         contract_version: That of this worker.
+        stream: Returns the stream to the candidate, or raises PrefillFailed.
         connect: Returns a connection to the candidate, or raises PrefillFailed or TransferError.
         drop: Takes a connection that the candidate does not know.
         on_commit: Called with n when the first n pages of the group are verified.
@@ -40,8 +41,8 @@ class RemotePrefill:
         traceparent: Parent span of the candidate's part; empty: none.
 
     Attributes:
-        result: The first tokens, one per choice, as soon as they arrive; PrefillFailed if the call
-            ended without them.
+        result: The first tokens, one per choice, as soon as they arrive; PrefillFailed if the
+            candidate ended the attempt without them.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class RemotePrefill:
         group: PrefillGroup,
         *,
         ticket: Ticket,
-        client: PrefillClient,
         contract_version: int,
+        stream: Callable[[], PrefillStream],
         connect: Callable[[], Awaitable[Incoming]],
         drop: Callable[[Connection], None],
         storage: PageStorage,
@@ -63,8 +64,8 @@ class RemotePrefill:
         self._group = group
         self._traceparent = traceparent
         self._ticket = ticket
-        self._client = client
         self._contract_version = contract_version
+        self._stream = stream
         self._connect = connect
         self._drop = drop
         self._storage = storage
@@ -72,13 +73,12 @@ class RemotePrefill:
         self._deadlines = deadlines
         self._result_s = result_s
         self._run_blocking = run_blocking
-        self._call: PrefillCall | None = None
+        self._line: AttemptLine | None = None
         self.receiver: Receiver | None = None  # None while nothing can have been posted
-        self._reading: asyncio.Task[None] | None = None
         self.result: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
         self.result.add_done_callback(mark_seen)
         self._computed_at: float | None = None  # loop time of the result
-        self._failure: PrefillFailed | None = None  # why the stream ended
+        self._failure: PrefillFailed | None = None  # what the candidate told
 
     @property
     def moved(self) -> dict[str, object]:
@@ -104,67 +104,72 @@ class RemotePrefill:
         """Return when all pages are committed and the first tokens are known.
 
         Raises:
-            PrefillFailed: The prefill worker refused, or ended the call.
+            PrefillFailed: The prefill worker refused, or ended the attempt.
             TransferError: The transfer failed.
-            TimeoutError: The call could not be opened in time, or the result did not come.
-                Committed pages stay committed in all cases.
+            TimeoutError: The result did not come. Committed pages stay committed in all cases.
         """
-        loop = asyncio.get_running_loop()
         incoming = await self._connect()
-        self._call = self._client.prefill()
-        self.receiver = self._make_receiver(incoming, self._call.send)
-        self._reading = loop.create_task(self._read(self._call, self.receiver))
+        stream = self._stream()
+        self.receiver = self._make_receiver(incoming)
         assert self._group.pages is not None
+        start = start_message(
+            self._group,
+            ticket=self._ticket,
+            connection_id=incoming.connection.connection_id,
+            first_page=self._group.pages.num_committed_pages,
+            contract_version=self._contract_version,
+            traceparent=self._traceparent,
+        )
+        self._line = stream.begin(start, self)
         try:
-            async with asyncio.timeout(self._deadlines.grant_s):
-                await self._call.start(
-                    self._group,
-                    ticket=self._ticket,
-                    connection_id=incoming.connection.connection_id,
-                    first_page=self._group.pages.num_committed_pages,
-                    contract_version=self._contract_version,
-                    traceparent=self._traceparent,
-                )
             await self.receiver.run()
-        except (PrefillFailed, TransferError) as error:
+        except TransferError as error:
             if isinstance(self._failure, ConnectionUnknown):
                 self._drop(incoming.connection)
-            # The status with which the worker ended the call says more than the lost stream.
+            # What the worker told says more than the lost stream.
             raise self._failure or error from error
-        await asyncio.wait({self.result}, timeout=self._result_s)
+        if not self.result.done():
+            await asyncio.wait({self.result}, timeout=self._result_s)
         if not self.result.done():
             raise TimeoutError(f"no result within {self._result_s:g} s after the last page")
         self.result.result()
 
-    async def stop(self, reason: str) -> None:
+    def take(self, message: PrefillMessage) -> None:
+        """Take a message of the prefill worker."""
+        assert self.receiver is not None
+        if isinstance(message, PrefillResult):
+            self._take_result(message)
+        elif isinstance(message, PrefillFailed):
+            self._failure = message  # an Abort follows
+        elif isinstance(message, PrefillEnd):
+            self._failure = self._failure or message.error
+            self.receiver.driver.stream_lost("the prefill worker ended the attempt")
+            if not self.result.done():
+                self.result.set_exception(
+                    self._failure or PrefillFailed("the attempt ended without a result")
+                )
+        else:
+            self.receiver.driver.post(message)
+
+    def stop(self, reason: str) -> None:
         """Give up: no further page is committed; `receiver` knows whether one may be written."""
         if self.receiver is not None:
-            await self.receiver.driver.cancel(reason)
+            self.receiver.driver.cancel(reason)
 
     async def close(self) -> None:
-        """Wait until nothing writes into the pages, then end the call. Call `stop` after a failure.
+        """Wait until nothing writes into the pages, then leave. Call `stop` after a failure.
 
         Raises:
             ConnectionBroken: The transport does not become quiet in time.
         """
-        if self._call is None or self.receiver is None or self._reading is None:
+        if self._line is None or self.receiver is None:
             return
         try:
             await self.receiver.driver.wait_quiescent()
-            if self.result.done() and self.result.exception() is None:
-                # A cancellation must not overtake the last acknowledgement.
-                await self._call.finish()
-                await asyncio.wait({self._reading}, timeout=self._deadlines.ack_s)
         finally:
-            self._call.cancel()
-            self._reading.cancel()
-            await asyncio.wait({self._reading})
+            self._line.leave()
 
-    def _make_receiver(
-        self,
-        incoming: Incoming,
-        send: Callable[[ReceiverMessage], Awaitable[None]],
-    ) -> Receiver:
+    def _make_receiver(self, incoming: Incoming) -> Receiver:
         assert self._group.pages is not None
         return Receiver(
             ticket=self._ticket,
@@ -172,33 +177,17 @@ class RemotePrefill:
             first_page=self._group.pages.num_committed_pages,
             storage=self._storage,
             incoming=incoming,
-            send=send,
+            send=self._send,
             on_commit=self._on_commit,
             deadlines=self._deadlines,
             run_blocking=self._run_blocking,
         )
 
-    async def _read(self, call: PrefillCall, receiver: Receiver) -> None:
-        """Hand messages to the receiver until the stream ends."""
-        try:
-            async with contextlib.aclosing(call.messages()) as messages:
-                async for message in messages:
-                    if isinstance(message, PrefillResult):
-                        self._take(message)
-                    elif isinstance(message, PrefillFailed):
-                        self._failure = message  # an Abort follows
-                    else:
-                        receiver.driver.post(message)
-        except PrefillFailed as error:
-            self._failure = self._failure or error
-        finally:
-            receiver.driver.stream_lost("the prefill worker ended the call")
-            if not self.result.done():
-                self.result.set_exception(
-                    self._failure or PrefillFailed("the call ended without a result")
-                )
+    def _send(self, message: ReceiverMessage) -> None:
+        assert self._line is not None, "the worker begins"
+        self._line.send(message)
 
-    def _take(self, result: PrefillResult) -> None:
+    def _take_result(self, result: PrefillResult) -> None:
         """Take the first result; later ones would repeat or change tokens."""
         if self.result.done():
             return

@@ -1,14 +1,13 @@
-"""Translates messages of protos/ to the decode worker's values; the client of prefill workers."""
+"""Translates messages of protos/ to the decode worker's values."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import grpc
 
 from decode_worker.errors import ConnectionUnknown, PrefillFailed, PrefillPassFailed
 from decode_worker.request import PrefillGroup, Request, RequestStats, TokenDelta
-from kv_transfer.errors import TransferError, TransportRefused
+from kv_transfer.errors import TransportRefused
 from kv_transfer.messages import ReceiverMessage, SenderMessage, Ticket
 from kv_transfer.wire import sender_message_from_proto, ticket_to_proto, transfer_message_to_proto
 from llm_engine.drawing import FinishReason
@@ -25,12 +24,14 @@ from worker.wire import (
     worker_to_proto,
 )
 
-_CHANNEL_CLOSED = "the channel was closed: the worker has restarted"
+CHANNEL_CLOSED = "the channel was closed: the worker has restarted"
 _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 _STATS = tuple(each.name for each in fields(RequestStats))
+_ABORTED = grpc.StatusCode.ABORTED.value[0]
+_CODE_NAMES: dict[int, str] = {each.value[0]: each.name for each in grpc.StatusCode}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,17 @@ class PrefillResult:
     tokens: list[SampledToken]  # one per choice of the group
     num_cached_tokens: int
     num_computed_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillEnd:
+    """The last message of an attempt."""
+
+    error: PrefillFailed | None  # why it was refused; None: it was not
+
+
+# What a prefill worker says of an attempt; PrefillFailed: why an Abort follows.
+PrefillMessage = SenderMessage | PrefillResult | PrefillFailed | PrefillEnd
 
 
 def request_from_proto(message: worker_pb2.SubmitRequest) -> Request:
@@ -76,136 +88,117 @@ def session_response(
     return response
 
 
-class PrefillClient:
-    """The PrefillService of one prefill worker."""
+async def connect(
+    channel: grpc.aio.Channel,
+    *,
+    receiver: WorkerIdentity,
+    sender_incarnation: int,
+    connection_id: str,
+    transport: str,
+    offer: bytes,
+    layout: str,
+    timeout_s: float,
+) -> None:
+    """Ask a prefill worker to run its half of a connection's set-up; return when it has.
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._stub = worker_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[no-untyped-call]
-
-    async def connect(
-        self,
-        *,
-        receiver: WorkerIdentity,
-        sender_incarnation: int,
-        connection_id: str,
-        transport: str,
-        offer: bytes,
-        layout: str,
-        timeout_s: float,
-    ) -> None:
-        """Ask the worker to run its half of a connection's set-up; return when it has.
-
-        Raises:
-            TransportRefused: If it has no such transport.
-            PrefillFailed: If it refuses, cannot be reached, or does not answer in time.
-        """
-        request = worker_pb2.ConnectRequest(
-            receiver=worker_to_proto(receiver),
-            sender_incarnation=sender_incarnation,
-            connection_id=connection_id,
-            transport=transport,
-            offer=offer,
-            layout=layout,
-        )
-        try:
-            await self._stub.Connect(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise TransportRefused(error.details()) from None
-            raise _failed(error) from None
-        except grpc.aio.UsageError as error:
-            raise PrefillFailed(_CHANNEL_CLOSED) from error
-
-    def prefill(self) -> "PrefillCall":
-        """Open a call for one attempt; raises PrefillFailed if the channel was closed."""
-        try:
-            return PrefillCall(self._stub.Prefill())
-        except grpc.aio.UsageError as error:
-            raise PrefillFailed(_CHANNEL_CLOSED) from error
+    Raises:
+        TransportRefused: If it has no such transport.
+        PrefillFailed: If it refuses, cannot be reached, or does not answer in time.
+    """
+    request = worker_pb2.ConnectRequest(
+        receiver=worker_to_proto(receiver),
+        sender_incarnation=sender_incarnation,
+        connection_id=connection_id,
+        transport=transport,
+        offer=offer,
+        layout=layout,
+    )
+    try:
+        await _prefill_stub(channel).Connect(request, timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise TransportRefused(error.details()) from None
+        raise call_failed(error) from None
+    except grpc.aio.UsageError as error:
+        raise PrefillFailed(CHANNEL_CLOSED) from error
 
 
-class PrefillCall:
-    """The stream of one attempt. All but finish and cancel raise PrefillFailed if it is broken."""
+def open_prefill(channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall:
+    """Open a stream for attempts; raises PrefillFailed if the channel was closed."""
+    try:
+        return _prefill_stub(channel).Prefill()
+    except grpc.aio.UsageError as error:
+        raise PrefillFailed(CHANNEL_CLOSED) from error
 
-    def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
-        self._call = call
 
-    async def start(
-        self,
-        group: PrefillGroup,
-        *,
-        ticket: Ticket,
-        connection_id: str,
-        first_page: int,
-        contract_version: int,
-        traceparent: str,
-    ) -> None:
-        """Send the first message: what to compute, and which pages are wanted."""
-        request = group.request
-        start = worker_pb2.PrefillStart(
-            request_id=request.request_id,
-            ticket=ticket_to_proto(ticket),
-            connection_id=connection_id,
-            token_ids=pack_token_ids(group.tokens),
-            prompt_len=len(request.prompt),
-            first_page=first_page,
-            sampling=sampling_to_proto(request.params),
-            choices=[choice.index for choice in group.choices],
-            cache_salt=request.salt,
-            cache_share=request.cache_share,
-            failed_passes=request.num_failed_passes,
-            traceparent=traceparent,
-            contract_version=contract_version,
-        )
-        await self._write(worker_pb2.PrefillRequest(start=start))
+def start_message(
+    group: PrefillGroup,
+    *,
+    ticket: Ticket,
+    connection_id: str,
+    first_page: int,
+    contract_version: int,
+    traceparent: str,
+) -> worker_pb2.PrefillRequest:
+    """Write what to compute, and which pages are wanted."""
+    request = group.request
+    start = worker_pb2.PrefillStart(
+        request_id=request.request_id,
+        ticket=ticket_to_proto(ticket),
+        connection_id=connection_id,
+        token_ids=pack_token_ids(group.tokens),
+        prompt_len=len(request.prompt),
+        first_page=first_page,
+        sampling=sampling_to_proto(request.params),
+        choices=[choice.index for choice in group.choices],
+        cache_salt=request.salt,
+        cache_share=request.cache_share,
+        failed_passes=request.num_failed_passes,
+        traceparent=traceparent,
+        contract_version=contract_version,
+    )
+    return worker_pb2.PrefillRequest(start=start)
 
-    async def send(self, message: ReceiverMessage) -> None:
-        """Send a transfer message."""
-        await self._write(worker_pb2.PrefillRequest(transfer=transfer_message_to_proto(message)))
 
-    async def messages(
-        self,
-    ) -> AsyncGenerator[SenderMessage | PrefillResult | PrefillFailed, None]:
-        """Yield the worker's messages until it ends the stream."""
-        try:
-            # Iteration yields what came before the status; read() may drop it.
-            async for response in self._call:
-                kind = response.WhichOneof("message")
-                if kind == "transfer":
-                    yield sender_message_from_proto(response.transfer)
-                    continue
-                if kind == "failure":
-                    yield _told(response.failure)
-                    continue
-                result = response.result
-                yield PrefillResult(
-                    tokens=sampled_from_proto(result.token_ids, result.logprobs),
-                    num_cached_tokens=result.cached_tokens,
-                    num_computed_tokens=result.computed_tokens,
-                )
-        except grpc.aio.AioRpcError as error:
-            raise _failed(error) from None
-        except (ValueError, TransferError) as error:
-            raise PrefillFailed(f"a message that cannot be read: {error}") from None
+def transfer_message(message: ReceiverMessage) -> worker_pb2.PrefillRequest:
+    """Write a transfer message."""
+    return worker_pb2.PrefillRequest(transfer=transfer_message_to_proto(message))
 
-    async def finish(self) -> None:
-        """Say that nothing more will be sent."""
-        try:
-            await self._call.done_writing()
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            return  # it is over already
 
-    def cancel(self) -> None:
-        """Abort the stream; a no-op when it has ended."""
-        self._call.cancel()
+def leave_message() -> worker_pb2.PrefillRequest:
+    """Write that nothing more comes of an attempt."""
+    return worker_pb2.PrefillRequest(leave=worker_pb2.PrefillLeave())
 
-    async def _write(self, message: worker_pb2.PrefillRequest) -> None:
-        try:
-            await self._call.write(message)
-        except grpc.aio.AioRpcError as error:
-            raise _failed(error) from None
-        except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-            raise PrefillFailed(f"the call is over: {error}") from None
+
+def prefill_message_from_proto(response: worker_pb2.PrefillResponse) -> PrefillMessage:
+    """Read a message of a prefill worker.
+
+    Raises:
+        ValueError: If token ids are cut off.
+        TransferError: If a transfer message cannot be read.
+    """
+    kind = response.WhichOneof("message")
+    if kind == "transfer":
+        return sender_message_from_proto(response.transfer)
+    if kind == "end":
+        return PrefillEnd(error=_refused(response.end))
+    if kind == "failure":
+        return _told(response.failure)
+    result = response.result
+    return PrefillResult(
+        tokens=sampled_from_proto(result.token_ids, result.logprobs),
+        num_cached_tokens=result.cached_tokens,
+        num_computed_tokens=result.computed_tokens,
+    )
+
+
+def call_failed(error: grpc.aio.AioRpcError) -> PrefillFailed:
+    """Return why a call to a prefill worker failed."""
+    return PrefillFailed(f"{error.code().name}: {error.details()}")
+
+
+def _prefill_stub(channel: grpc.aio.Channel) -> worker_pb2_grpc.PrefillServiceStub:
+    return worker_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[no-untyped-call]
 
 
 def _write_delta(message: worker_pb2.TokenDelta, delta: TokenDelta) -> None:
@@ -228,13 +221,13 @@ def _write_delta(message: worker_pb2.TokenDelta, delta: TokenDelta) -> None:
 
 
 def _told(failure: worker_pb2.PrefillFailure) -> PrefillFailed:
-    is_pass = failure.code == grpc.StatusCode.ABORTED.value[0]
-    kind = PrefillPassFailed if is_pass else PrefillFailed
+    kind = PrefillPassFailed if failure.code == _ABORTED else PrefillFailed
     return kind(failure.message)
 
 
-def _failed(error: grpc.aio.AioRpcError) -> PrefillFailed:
+def _refused(end: worker_pb2.PrefillEnd) -> PrefillFailed | None:
+    if not end.code:
+        return None
     # ABORTED: see the table of prefill_worker/server.py.
-    is_unknown = error.code() is grpc.StatusCode.ABORTED
-    kind = ConnectionUnknown if is_unknown else PrefillFailed
-    return kind(f"{error.code().name}: {error.details()}")
+    kind = ConnectionUnknown if end.code == _ABORTED else PrefillFailed
+    return kind(f"{_CODE_NAMES.get(end.code, end.code)}: {end.message}")

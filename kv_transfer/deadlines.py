@@ -38,7 +38,9 @@ class TransferDeadlines:
     connect_s: float = option(
         10.0, "Time limit for setting up a connection, on both sides together.", above=0
     )
-    grant_s: float = option(10.0, "Time limit until the sender accepts the request.", above=0)
+    grant_s: float = option(
+        10.0, "Time limit until the sender accepts the request, and to read a message.", above=0
+    )
     chunk_s: float = option(
         60.0, "Time limit until the next chunk is computed; a prompt may queue before.", above=0
     )
@@ -57,7 +59,7 @@ class TransferDeadlines:
     )
     lost_s: float = option(
         1.0,
-        "Time limit for a chunk that is on its way when the call between its two workers breaks: "
+        "Time limit for a chunk that is on its way when the stream of its two workers breaks: "
         "NCCL does not tell that one of them has died. Then the connection is aborted.",
         above=0,
     )

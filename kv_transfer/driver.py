@@ -1,20 +1,21 @@
-"""Runs one pure state machine of a transfer: queues its events, arms its deadlines.
+"""Runs one pure state machine of a transfer: steps it at each event, arms its deadlines.
 
 `Receiver` and `Sender` each own a Driver and give it their machine and a function that executes
-one action; their owners call the driver for what both have in common. The driver's task starts with
-the first event and ends when the machine is finished, which after a failure can be later than the
+one action; their owners call the driver for what both have in common. An event is applied, and its
+actions are executed, before `post` returns: a driver needs no task of its own. It starts with the
+first event and stops when the machine is finished, which after a failure can be later than the
 outcome: the machine first becomes quiescent.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from kv_transfer.deadlines import Wait
-from kv_transfer.errors import ConnectionBroken, TransferAborted
+from kv_transfer.errors import ConnectionBroken
 from kv_transfer.protocol import Cancelled, DeadlinePassed, Failure, Send, StreamLost
-from pagewire.protos.call_tasks import is_own_cancellation
 
 State = TypeVar("State", bound="MachineState")
 Event = TypeVar("Event")
@@ -62,7 +63,7 @@ class MachineState(Protocol):
 
 
 class Driver(Generic[State, Event, Action]):
-    """One attempt's event loop task. Actions are executed in order, each before the next event."""
+    """Steps one attempt's machine. Actions are executed in order, each before the next event."""
 
     def __init__(
         self,
@@ -71,42 +72,43 @@ class Driver(Generic[State, Event, Action]):
         step: Callable[[State, Any], tuple[State, tuple[Action, ...]]],
         waiting_for: Callable[[State], Wait | None],
         seconds: Callable[[Wait], float],
-        execute: Callable[[Action], Awaitable[None]],
+        execute: Callable[[Action], None],
     ) -> None:
         self.state = state
         self._step = step
         self._waiting_for = waiting_for
         self._seconds = seconds
         self._execute = execute
-        self._events: asyncio.Queue[Any] = asyncio.Queue()
+        self._events: deque[Any] = deque()  # posted while another is applied
+        self._is_stepping = False
+        self._has_started = False
+        self._is_over = False
         self._ended = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._stuck: asyncio.Future[None] | None = None  # done when the machine got stuck
-        self._jobs: set[asyncio.Task[None]] = set()
+        self._settled = asyncio.Event()  # no caller should wait longer: finished, or stuck
+        self._armed: Wait | None = None
+        self._deadline: asyncio.TimerHandle | None = None  # that of `_armed`
+        self._jobs: dict[asyncio.Task[None], Coroutine[Any, Any, None]] = {}
+        self._when_finished: list[Callable[[], None]] = []
         self._cause: Exception | None = None  # the local cause of the machine's failure, if any
-        self._bug: Exception | None = None  # a callback of the caller raised
+        self._bug: Exception | None = None  # a callback of the caller, or the machine, raised
 
     def start(self) -> None:
-        """Start the task; later calls do nothing."""
-        if self._task is None:
-            loop = asyncio.get_running_loop()
-            self._stuck = loop.create_future()
-            self._task = loop.create_task(self._run())
+        """Let the first deadline begin; later calls do nothing."""
+        if not self._has_started:
+            self._has_started = True
+            self._run()
 
     def post(self, event: Event | Cancelled | StreamLost) -> None:
         """Hand an event to the machine; after its end nothing is kept."""
-        self.start()
-        assert self._task is not None
-        if not self._task.done():
-            self._events.put_nowait(event)
+        self._has_started = True
+        self._events.append(event)
+        self._run()
 
     def spawn(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a job in the background; it reports by posting an event."""
         task = asyncio.get_running_loop().create_task(self._guard(job))
-        self._jobs.add(task)
-        task.add_done_callback(self._jobs.discard)
-        # Python warns of a job that was cancelled before it began, unless it is closed.
-        task.add_done_callback(lambda _: job.close())
+        self._jobs[task] = job
+        task.add_done_callback(self._forget_job)
         return task
 
     async def outcome(self) -> None:
@@ -119,23 +121,20 @@ class Driver(Generic[State, Event, Action]):
         try:
             await self._ended.wait()
         except asyncio.CancelledError:
-            self.post(Cancelled("cancelled"))
+            self.cancel("cancelled")
             raise
         if self._bug is not None:
             raise self._bug
-        if not self.state.is_ended:
-            raise TransferAborted("the event loop is shutting down")
         if self.state.failure is not None:
             raise self.state.failure.error() from self._cause
 
     def stream_lost(self, detail: str) -> None:
-        """Note that the Prefill stream ended: no more messages will come."""
+        """Note that no more messages will come from the other side."""
         self.post(StreamLost(detail))
 
-    async def cancel(self, reason: str) -> None:
-        """Give up; return when the other side knows."""
+    def cancel(self, reason: str) -> None:
+        """Give up, and tell the other side."""
         self.post(Cancelled(reason))
-        await self._ended.wait()
 
     @property
     def is_quiescent(self) -> bool:
@@ -149,87 +148,52 @@ class Driver(Generic[State, Event, Action]):
             ConnectionBroken: When the transport's abort did not return in time. The pages must not
                 be reused until it does, if ever: see call_when_quiescent.
         """
-        if self._task is not None and self._stuck is not None:
-            # The machine must reach its end even if no caller waits for it.
-            await asyncio.wait({self._task, self._stuck}, return_when=asyncio.FIRST_COMPLETED)
-            if self._task.done():
-                self._task.result()
+        if self._has_started:
+            await self._settled.wait()
         if not self.state.is_quiescent:
-            raise ConnectionBroken("abort did not return in time; restart this worker")
+            raise self._bug or ConnectionBroken("abort did not return in time; restart this worker")
+        if self._jobs:  # cancelled ones, which clean up
+            await asyncio.wait(set(self._jobs), timeout=1.0)
 
     def call_when_quiescent(self, callback: Callable[[], None]) -> None:
         """After wait_quiescent: call back at once, or when an overdue abort returns, or never."""
-
-        def when_over(_: object) -> None:
-            if self.state.is_quiescent:
-                callback()
-
-        if self._task is None or self._task.done():
-            when_over(None)
+        if self.state.is_quiescent:
+            callback()
         else:
-            self._task.add_done_callback(when_over)
+            self._when_finished.append(callback)
 
-    async def _run(self) -> None:
+    def _run(self) -> None:
+        """Apply all events, then wait for the next one or the deadline."""
+        if self._is_stepping:
+            return  # the caller below applies it
+        if self._is_over:
+            self._events.clear()  # they change nothing
+            return
+        self._is_stepping = True
         try:
-            await self._until_finished()
-        except Exception as error:
+            while self._events:
+                self._apply(self._events.popleft())
+        except Exception as error:  # of the machine
             self._bug = error
-            raise
+            self._stop()
+            return
         finally:
-            self._ended.set()
-            # A hanging abort goes on: cancelling it would not help.
-            if self.state.is_quiescent:
-                for job in self._jobs:
-                    job.cancel()
-        if self._jobs and self.state.is_quiescent:
-            await asyncio.wait(self._jobs, timeout=1.0)
-
-    async def _guard(self, job: Coroutine[Any, Any, None]) -> None:
-        try:
-            await job
-        except Exception as error:
-            self._fail_locally(error)
-
-    def _fail_locally(self, error: Exception) -> None:
-        self._cause = self._cause or error
-        self._events.put_nowait(StreamLost(f"{type(error).__name__}: {error}"))
-
-    async def _until_finished(self) -> None:
-        loop = asyncio.get_running_loop()
-        armed: Wait | None = None
-        deadline = 0.0
-        while not self.state.is_finished:
-            if self.state.is_stuck:
-                await self._apply(await self._next_when_stuck())
-                continue
+            self._is_stepping = False
+        if self.state.is_finished:
+            self._stop()
+        elif self.state.is_stuck:
+            self._arm(None)
+            self._settled.set()
+        else:
             wait = self._waiting_for(self.state)
             assert wait is not None, "a wait without a deadline"
-            if wait != armed:
-                armed, deadline = wait, loop.time() + self._seconds(wait)
-            try:
-                async with asyncio.timeout_at(deadline):
-                    event = await self._events.get()
-            except TimeoutError:
-                armed, event = None, DeadlinePassed(wait)
-            await self._apply(event)
+            self._arm(wait)
 
-    async def _next_when_stuck(self) -> Any:
-        assert self._stuck is not None
-        if not self._stuck.done():
-            self._stuck.set_result(None)
-        # No deadline: it has passed, and no caller waits.
-        return await self._events.get()
-
-    async def _apply(self, event: Any) -> None:
+    def _apply(self, event: Any) -> None:
         self.state, actions = self._step(self.state, event)
         for action in actions:
             try:
-                await self._execute(action)
-            except asyncio.CancelledError:
-                if is_own_cancellation():
-                    raise
-                # Its channel was closed, which cancels the calls on it.
-                self._fail_locally(ConnectionError("the call was cancelled"))
+                self._execute(action)
             except Exception as error:
                 # A failure here ends this attempt and nothing else.
                 if not isinstance(action, Send):
@@ -237,3 +201,48 @@ class Driver(Generic[State, Event, Action]):
                 self._fail_locally(error)
         if self.state.is_ended:
             self._ended.set()
+
+    def _arm(self, wait: Wait | None) -> None:
+        if wait == self._armed:
+            return
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        self._armed = wait
+        if wait is not None:
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.call_later(self._seconds(wait), self._pass_deadline, wait)
+
+    def _pass_deadline(self, wait: Wait) -> None:
+        self._armed = self._deadline = None
+        self._events.append(DeadlinePassed(wait))
+        self._run()
+
+    def _stop(self) -> None:
+        self._is_over = True
+        self._events.clear()
+        self._arm(None)
+        self._ended.set()
+        self._settled.set()
+        if not self.state.is_quiescent:
+            return  # a bug: what is posted goes on
+        for job in self._jobs.keys() - {asyncio.current_task()}:
+            job.cancel()
+        callbacks, self._when_finished = self._when_finished, []
+        for callback in callbacks:
+            callback()
+
+    def _forget_job(self, task: asyncio.Task[None]) -> None:
+        # Python warns of a job that was cancelled before it began, unless it is closed.
+        self._jobs.pop(task).close()
+
+    async def _guard(self, job: Coroutine[Any, Any, None]) -> None:
+        try:
+            await job
+        except Exception as error:
+            self._fail_locally(error)
+            self._run()
+
+    def _fail_locally(self, error: Exception) -> None:
+        self._cause = self._cause or error
+        self._events.append(StreamLost(f"{type(error).__name__}: {error}"))

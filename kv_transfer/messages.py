@@ -2,7 +2,7 @@
 
 One transfer, in order (receiver = decode worker, sender = prefill worker):
 
-    receiver: reserves pages, opens a Prefill call with a fresh Ticket
+    receiver: reserves pages, begins an attempt with a fresh Ticket
     sender:   Granted
     sender:   ChunkReady(k, digests)      as soon as chunk k is computed; several may be outstanding
     receiver: ChunkGo(k)                  when one of the connection's receive slots is free

@@ -1,14 +1,13 @@
 """Several transfers over one connection: the order in which both sides post, and how many may wait.
 
 A connection moves one message after the other, and both sides must post in the same order. The
-sender decides it: it numbers its sends and puts the number into ChunkPosted. ChunkPosted of
-different transfers may overtake each other, since each has a separate stream, so the receiver posts
+sender decides it: it numbers its sends and puts the number into ChunkPosted, and the receiver posts
 by number. A missing number belongs to a transfer whose stream was lost after ChunkGo: that transfer
-aborts the connection and so ends the wait of all others.
+aborts the connection and so ends the wait of all others, such as those of the next stream.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kv_transfer.errors import ConnectionBroken
@@ -55,12 +54,47 @@ class Outgoing:
             await self.connection.send(page_ids, asyncio.get_running_loop().time() + seconds)
 
 
+class Slots:
+    """Places for chunks; who has waited longest gets the next one."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_free = num_slots
+        self._waiting: dict[Callable[[], None], None] = {}  # in order
+        self._is_handing_out = False
+
+    def take(self, taken: Callable[[], None]) -> None:
+        """Call back once with a slot, at once if one is free; it must be released."""
+        self._waiting[taken] = None
+        self._hand_out()
+
+    def withdraw(self, taken: Callable[[], None]) -> None:
+        """Wait no longer."""
+        del self._waiting[taken]
+
+    def release(self) -> None:
+        """Give a slot back."""
+        self._num_free += 1
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        # Not nested: who gets a slot of a broken connection gives it back at once.
+        if self._is_handing_out:
+            return
+        self._is_handing_out = True
+        while self._num_free and self._waiting:
+            self._num_free -= 1
+            taken = next(iter(self._waiting))
+            del self._waiting[taken]
+            taken()
+        self._is_handing_out = False
+
+
 class Incoming:
     """The receiver's side of a connection, shared by its transfers."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.slots = asyncio.Semaphore(WINDOW)
+        self.slots = Slots(WINDOW)
         self.load = Load()
         self._is_broken = False  # a receive failed, so that no turn comes any more
         self._num_done = 0

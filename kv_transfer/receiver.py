@@ -1,13 +1,14 @@
 """Receives the pages of one attempt on a decode worker; executes `receiver_protocol`.
 
-The worker posts the messages of its Prefill stream to `driver` and awaits `run`. After a failure or
-a cancellation it keeps posting them until `driver.wait_quiescent` has returned, and only then ends
-the stream and reuses the pages: so the connection usually survives, because the sender's answer to
-Abort says whether a send is under way.
+The worker posts the attempt's messages of the Prefill stream to `driver` and awaits `run`. After a
+failure or a cancellation it keeps posting them until `driver.wait_quiescent` has returned, and only
+then leaves the attempt and reuses the pages: so the connection usually survives, because the
+sender's answer to Abort says whether a send is under way.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kv_cache.page_storage import PageStorage
 from kv_transfer.deadlines import TransferDeadlines, Wait, WaitKind
@@ -44,7 +45,7 @@ class Receiver:
     Args:
         page_ids: All pages of the sequence, in order.
         incoming: The connection, shared by all its receivers.
-        send: Sends a message to the sender over the Prefill stream; raises when that is closed.
+        send: Sends a message to the sender over the Prefill stream, unless that is closed.
         on_commit: Called in order with n when the first n pages of the sequence are verified.
         run_blocking: Runs digests; see driver.RunBlocking.
 
@@ -60,7 +61,7 @@ class Receiver:
         first_page: int,
         storage: PageStorage,
         incoming: Incoming,
-        send: Callable[[ReceiverMessage], Awaitable[None]],
+        send: Callable[[ReceiverMessage], None],
         on_commit: Callable[[int], None],
         deadlines: TransferDeadlines,
         run_blocking: RunBlocking = asyncio.to_thread,
@@ -72,7 +73,7 @@ class Receiver:
         self._on_commit = on_commit
         self._deadlines = deadlines
         self._run_blocking = run_blocking
-        self._slots: dict[int, asyncio.Task[None]] = {}  # chunk |-> takes its slot, or has taken it
+        self._slots: dict[int, Callable[[], None]] = {}  # chunk |-> called with its slot
         self._slot_bytes: dict[int, int] = {}  # chunk that has a slot |-> its size
         self._stats = TransferStats()
         # Loop times of begin and end: of those posted at once, one begins when the other ends.
@@ -107,14 +108,14 @@ class Receiver:
         load = self._incoming.load
         return self._deadlines.seconds(wait, load.num_bytes, load.num_chunks)
 
-    async def _execute(self, action: ReceiverAction) -> None:
+    def _execute(self, action: ReceiverAction) -> None:
         match action:
             case Send(message=message):
                 assert isinstance(message, ReceiverMessage)
-                async with asyncio.timeout(self._deadlines.post_s):
-                    await self._send(message)
+                self._send(message)
             case TakeSlot(chunk=chunk):
-                self._slots[chunk] = self.driver.spawn(self._take_slot(action))
+                self._slots[chunk] = partial(self._slot_taken, action)
+                self._incoming.slots.take(self._slots[chunk])
             case LeaveSlot(chunk=chunk):
                 self._leave_slot(chunk)
             case PostReceive():
@@ -126,8 +127,7 @@ class Receiver:
             case AbortConnection():
                 self.driver.spawn(self._abort())
 
-    async def _take_slot(self, take: TakeSlot) -> None:
-        await self._incoming.slots.acquire()
+    def _slot_taken(self, take: TakeSlot) -> None:
         num_bytes = self._slot_bytes[take.chunk] = take.num_pages * self._storage.page_bytes
         self._incoming.load.add(num_bytes)
         if self._incoming.connection.is_broken:
@@ -136,9 +136,9 @@ class Receiver:
             self.driver.post(SlotTaken(take.chunk))
 
     def _leave_slot(self, chunk: int) -> None:
-        taking = self._slots.pop(chunk)
+        taken = self._slots.pop(chunk)
         if (num_bytes := self._slot_bytes.pop(chunk, None)) is None:
-            taking.cancel()
+            self._incoming.slots.withdraw(taken)
             return
         self._incoming.load.remove(num_bytes)
         self._incoming.slots.release()

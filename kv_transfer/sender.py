@@ -1,12 +1,12 @@
 """Sends the pages of one attempt from a prefill worker; executes `sender_protocol`.
 
 The worker calls `grant` when it accepts the request, `pages_computed` as its engine finishes
-pages, posts the messages of the Prefill stream to `driver`, and awaits `run`. Pages stay unchanged
-until `on_ack` named them, or until `driver.wait_quiescent` returned after a failure.
+pages, posts the attempt's messages of the Prefill stream to `driver`, and awaits `run`. Pages stay
+unchanged until `on_ack` named them, or until `driver.wait_quiescent` returned after a failure.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kv_cache.page_storage import PageStorage
@@ -42,7 +42,7 @@ class Sender:
 
     Args:
         outgoing: The connection, shared by all its senders.
-        send: Sends a message to the receiver over the Prefill stream; raises when that is closed.
+        send: Sends a message to the receiver over the Prefill stream, unless that is closed.
         on_ack: Called in order with (first_page, num_pages) when the receiver has committed them.
         run_blocking: Runs digests; see driver.RunBlocking.
 
@@ -56,7 +56,7 @@ class Sender:
         ticket: Ticket,
         storage: PageStorage,
         outgoing: Outgoing,
-        send: Callable[[SenderMessage], Awaitable[None]],
+        send: Callable[[SenderMessage], None],
         on_ack: Callable[[int, int], None],
         deadlines: TransferDeadlines,
         run_blocking: RunBlocking = asyncio.to_thread,
@@ -110,14 +110,13 @@ class Sender:
         load = self._outgoing.load
         return self._deadlines.seconds(wait, load.num_bytes, load.num_chunks)
 
-    async def _execute(self, action: SenderAction) -> None:
+    def _execute(self, action: SenderAction) -> None:
         match action:
             case Send(message=message):
                 assert isinstance(message, SenderMessage)
                 if isinstance(message, ChunkPosted):
                     message = replace(message, order=self._orders.pop(message.chunk))
-                async with asyncio.timeout(self._deadlines.post_s):
-                    await self._send(message)
+                self._send(message)
             case PostSend(chunk=chunk):
                 self._post(chunk)
             case DigestPages(chunk=chunk):

@@ -1,16 +1,16 @@
-"""One Prefill call: a prompt, and the sender of its pages.
+"""One attempt: a prompt, and the sender of its pages.
 
 Life of an attempt:
 1. grant     queue the prompt, and notify the receiver
 2. pages     pass them to the sender chunk by chunk, as the step loop finishes them
 3. result    send the first tokens to the receiver as soon as they are drawn
-4. end       all pages acknowledged, or the sender failed: the messages end, and the pages are
-             released when nothing can read them any more
+4. end       all pages acknowledged, or the sender failed: the receiver is told that nothing more
+             comes, and the pages are released when nothing can read them any more
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from kv_cache.page_storage import PageStorage
 from kv_transfer.deadlines import TransferDeadlines
@@ -24,15 +24,22 @@ from observability.logs import fields
 from observability.tracing import begin_part
 from prefill_worker.request import FinishedPrompt, Progress, ReadyPages
 from prefill_worker.scheduler import Scheduler
-from prefill_worker.wire import PrefillFailure, PrefillMessage, PrefillResult, PrefillStart
+from prefill_worker.wire import (
+    PrefillEnd,
+    PrefillFailure,
+    PrefillMessage,
+    PrefillResult,
+    PrefillStart,
+)
 
 logger = logging.getLogger(__name__)
 
 
 class Attempt:
-    """One call's work: `start` it, then let `run` be its task.
+    """One prompt's work: `start` it, and let `run` be its task.
 
     Args:
+        tell: Takes the messages for the receiver, as many as the prompt has chunks and a few more.
         on_change: Called when the scheduler has something new to decide on.
     """
 
@@ -43,6 +50,7 @@ class Attempt:
         scheduler: Scheduler,
         storage: PageStorage,
         outgoing: Outgoing,
+        tell: Callable[[PrefillMessage], None],
         deadlines: TransferDeadlines,
         run_blocking: RunBlocking,
         on_change: Callable[[], None],
@@ -55,13 +63,12 @@ class Attempt:
         self._scheduler = scheduler
         self._page_bytes = storage.page_bytes
         self._has_failed = False
-        # Messages for the receiver; None ends the call. Bounded by the prompt's chunks.
-        self._messages: asyncio.Queue[PrefillMessage | None] = asyncio.Queue()
+        self._tell = tell
         self._sender = Sender(
             ticket=start.ticket,
             storage=storage,
             outgoing=outgoing,
-            send=self._messages.put,
+            send=tell,
             on_ack=self._acknowledged,
             deadlines=deadlines,
             run_blocking=run_blocking,
@@ -92,7 +99,7 @@ class Attempt:
             self._sender.driver.stream_lost("an internal error")
         self._scheduler.end(self.prompt)
         self._on_change()
-        self._messages.put_nowait(None)
+        self._tell(PrefillEnd())
         account: dict[str, object] = {
             "outcome": outcome,
             "tokens": len(self.prompt.tokens),
@@ -108,24 +115,24 @@ class Attempt:
         )
         await self._release_pages()
 
-    async def messages(self) -> AsyncIterator[PrefillMessage]:
-        """Yield messages for the receiver until the attempt ends."""
-        while (message := await self._messages.get()) is not None:
-            yield message
-
-    async def handle(self, message: ReceiverMessage) -> None:
+    def handle(self, message: ReceiverMessage) -> None:
         """Take a message from the receiver."""
         self._sender.driver.post(message)
 
-    def call_ended(self) -> None:
-        """Stop, unless everything is acknowledged: the receiver cannot be reached."""
-        self._sender.driver.stream_lost("the call ended")
+    def receiver_left(self) -> None:
+        """Stop, unless everything is acknowledged: nothing more comes from the receiver."""
+        self._sender.driver.stream_lost("the receiver has left")
+
+    def refuse(self, end: PrefillEnd) -> None:
+        """End the attempt instead of starting it."""
+        self._span.end(end.message)
+        self._tell(end)
 
     def fail(self, failure: PrefillFailure) -> None:
         """Give up and tell the receiver why; the first reason counts."""
         if not self._has_failed:
             self._has_failed = True
-            self._messages.put_nowait(failure)
+            self._tell(failure)
             self._sender.driver.post(Cancelled(failure.message))
 
     def progressed(self, progress: Progress) -> None:
@@ -135,7 +142,7 @@ class Attempt:
             return
         assert isinstance(progress, FinishedPrompt)
         self._span.event("computed")
-        self._messages.put_nowait(
+        self._tell(
             PrefillResult(
                 tokens=progress.tokens,
                 num_cached_tokens=self.prompt.num_cached,

@@ -2,6 +2,7 @@
 
 WorkerError
 ├── InvalidPrompt        the prompt contradicts the contract or the model's limits
+├── WrongMessage         no stream can have it: its attempt has not begun, or begins again
 ├── WrongReceiver        the call names a receiver other than its caller
 ├── IncompatibleLayout   the two workers cannot exchange pages
 ├── ConnectionUnknown    the named connection no longer exists; call Connect again
@@ -16,6 +17,10 @@ from worker.errors import WorkerError
 
 class InvalidPrompt(WorkerError):
     """The prompt contradicts the contract or the model's limits."""
+
+
+class WrongMessage(WorkerError):
+    """A stream cannot have this message: its attempt has not begun, or begins again."""
 
 
 class WrongReceiver(WorkerError):

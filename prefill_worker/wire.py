@@ -13,7 +13,7 @@ from worker.wire import logprobs_to_proto, sampling_from_proto
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillStart:
-    """The first message of a Prefill call."""
+    """The first message of an attempt."""
 
     ticket: Ticket
     connection_id: str
@@ -38,7 +38,15 @@ class PrefillFailure:
     message: str
 
 
-PrefillMessage = SenderMessage | PrefillResult | PrefillFailure
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillEnd:
+    """The last message of an attempt."""
+
+    code: int = 0  # a google.rpc.Code number; 0: it was not refused
+    message: str = ""
+
+
+PrefillMessage = SenderMessage | PrefillResult | PrefillFailure | PrefillEnd
 
 
 def start_from_proto(message: worker_pb2.PrefillStart) -> PrefillStart:
@@ -68,19 +76,22 @@ def start_from_proto(message: worker_pb2.PrefillStart) -> PrefillStart:
     )
 
 
-def response_to_proto(message: PrefillMessage) -> worker_pb2.PrefillResponse:
+def response_to_proto(attempt_id: int, message: PrefillMessage) -> worker_pb2.PrefillResponse:
     """Write a message to the receiver."""
-    if isinstance(message, PrefillFailure):
-        return worker_pb2.PrefillResponse(
-            failure=worker_pb2.PrefillFailure(code=message.code, message=message.message)
-        )
-    if not isinstance(message, PrefillResult):
-        return worker_pb2.PrefillResponse(transfer=transfer_message_to_proto(message))
-    return worker_pb2.PrefillResponse(
-        result=worker_pb2.PrefillResult(
-            token_ids=pack_token_ids([token.token_id for token in message.tokens]),
-            logprobs=logprobs_to_proto(message.tokens),
-            cached_tokens=message.num_cached_tokens,
-            computed_tokens=message.num_computed_tokens,
-        )
-    )
+    make = worker_pb2.PrefillResponse
+    match message:
+        case PrefillResult():
+            result = worker_pb2.PrefillResult(
+                token_ids=pack_token_ids([token.token_id for token in message.tokens]),
+                logprobs=logprobs_to_proto(message.tokens),
+                cached_tokens=message.num_cached_tokens,
+                computed_tokens=message.num_computed_tokens,
+            )
+            return make(attempt_id=attempt_id, result=result)
+        case PrefillFailure(code=code, message=text):
+            failure = worker_pb2.PrefillFailure(code=code, message=text)
+            return make(attempt_id=attempt_id, failure=failure)
+        case PrefillEnd(code=code, message=text):
+            return make(attempt_id=attempt_id, end=worker_pb2.PrefillEnd(code=code, message=text))
+        case transfer:
+            return make(attempt_id=attempt_id, transfer=transfer_message_to_proto(transfer))

@@ -27,14 +27,16 @@ from prefill_worker.errors import (
 )
 from prefill_worker.request import Progress, Prompt
 from prefill_worker.scheduler import Scheduler
-from prefill_worker.server import SERVICE, register_prefill_service, status_number
+from prefill_worker.server import SERVICE, Tell, register_prefill_service, status_number
 from prefill_worker.step_plan import StepPlan
-from prefill_worker.wire import PrefillFailure, PrefillStart
+from prefill_worker.wire import PrefillEnd, PrefillFailure, PrefillStart
 from worker.context import WorkerContext
-from worker.errors import InternalError, WorkerError
+from worker.errors import InternalError, Overloaded, WorkerError
 from worker.sampling_check import constraint_refusal
 
 logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 16_384  # of all receivers, in any state
 
 
 class PrefillWorker:
@@ -152,8 +154,8 @@ class PrefillWorker:
         except TransferError as error:
             raise ConnectionFailed(str(error)) from error
 
-    async def open_attempt(self, start: PrefillStart, receiver: Party) -> Attempt:
-        """Begin to compute a prompt for a receiver, or raise WorkerError."""
+    def open_attempt(self, start: PrefillStart, receiver: Party, tell: Tell) -> Attempt:
+        """Begin to compute a prompt for a receiver, or raise WorkerError; see PrefillSink."""
         self._context.check_contract(start.contract_version)
         self._context.check_incarnation(start.ticket.sender_incarnation)
         if start.ticket.receiver_incarnation != receiver.incarnation:
@@ -162,6 +164,8 @@ class PrefillWorker:
                 f"the caller is {receiver}"
             )
         self._context.check_open()
+        if len(self._attempts) >= MAX_ATTEMPTS:
+            raise Overloaded(f"{MAX_ATTEMPTS} attempts have not ended, the limit of this worker")
         check_prompt(
             start.prompt,
             config=self._config,
@@ -169,8 +173,6 @@ class PrefillWorker:
             page_size=self._context.layout.page_size,
             num_waiting=self.scheduler.num_waiting,
         )
-        await self._set_mask(start.prompt)
-        self._context.check_open()  # still
         try:
             accepted = self._accepted.get(
                 (receiver.name, receiver.incarnation), start.connection_id
@@ -182,27 +184,52 @@ class PrefillWorker:
             scheduler=self.scheduler,
             storage=self._context.storage,
             outgoing=accepted.outgoing,
+            tell=tell,
             deadlines=self._config.transfer_deadlines,
             run_blocking=self._run_blocking,
             on_change=self._context.wake.set,
         )
         self._attempts[start.prompt] = attempt
+        if start.prompt.params.constraint is None:
+            self._start(attempt)
         self._context.tasks.start(
             self._run(attempt, accepted.users), name=f"attempt-{start.prompt.request_id}"
         )
+        return attempt
+
+    def _start(self, attempt: Attempt) -> None:
+        """Let an attempt begin; a bug ends it."""
         try:
             attempt.start()
         except Exception:
+            logger.exception("start_crashed", extra=fields(request_id=attempt.prompt.request_id))
             self._fail(attempt, InternalError())
-            raise
         self._context.wake.set_by_arrival()
-        return attempt
+
+    async def _run(self, attempt: Attempt, users: Users) -> None:
+        """Run an attempt, which has started unless its constraint must be looked at first."""
+        prompt = attempt.prompt
+        try:
+            with users.one():
+                if prompt.params.constraint is not None:
+                    await self._set_mask(prompt)
+                    self._context.check_open()  # still
+                    self._start(attempt)
+                await attempt.run()
+        except WorkerError as error:
+            attempt.refuse(PrefillEnd(code=status_number(error), message=str(error)))
+        finally:
+            del self._attempts[prompt]
 
     async def _set_mask(self, prompt: Prompt) -> None:
-        """Find the tokens that a prompt's constraint allows."""
+        """Find the tokens that a prompt's constraint allows.
+
+        Raises:
+            InvalidPrompt: None does, or it cannot be read.
+            InternalError: There is a bug.
+        """
         constraint = prompt.params.constraint
-        if constraint is None:
-            return
+        assert constraint is not None
 
         def allowed() -> TokenBits:
             matcher = self._context.grammars.begin(constraint, prompt.salt)
@@ -213,13 +240,9 @@ class PrefillWorker:
             prompt.allowed = await self._run_blocking(allowed)
         except GrammarError as error:
             raise InvalidPrompt(constraint_refusal(constraint, error)) from None
+        except Exception:
+            logger.exception("constraint_crashed", extra=fields(request_id=prompt.request_id))
+            raise InternalError() from None
 
     def _fail(self, attempt: Attempt, error: WorkerError) -> None:
         attempt.fail(PrefillFailure(code=status_number(error), message=str(error)))
-
-    async def _run(self, attempt: Attempt, users: Users) -> None:
-        try:
-            with users.one():
-                await attempt.run()
-        finally:
-            del self._attempts[attempt.prompt]

@@ -7,7 +7,6 @@ breaks, the request continues over another session, as the next attempt.
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import grpc
 
 from observability.logs import fields
 from pagewire.protos.call_tasks import is_own_cancellation
-from pagewire.protos.gathering import gather
+from pagewire.protos.gathering import Waiting
 from router import wire
 from router.errors import (
     AttemptFailed,
@@ -152,8 +151,7 @@ class Session:
         self.worker = worker
         self.streams: dict[str, Stream] = {}  # request_id |-> stream
         # Holds at most two messages per request, and one per choice.
-        self._outbox: deque[Any] = deque()
-        self._has_mail = asyncio.Event()
+        self._outbox: Waiting[Any] = Waiting()
         self._hello = wire.hello(router_id, worker.member.incarnation, contract_version)
         self.task: asyncio.Task[None] | None = None
 
@@ -200,10 +198,7 @@ class Session:
         try:
             await call.write(self._hello)
             while True:
-                await self._has_mail.wait()
-                self._has_mail.clear()
-                while self._outbox:
-                    await call.write(gather(self._outbox))
+                await call.write(await self._outbox.take())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader learns the same and says why
         except Exception:  # a bug: requests that are never sent would wait for their deadlines
@@ -212,8 +207,7 @@ class Session:
             call.cancel()
 
     def _post(self, message: Any) -> None:
-        self._outbox.append(message)
-        self._has_mail.set()
+        self._outbox.add(message)
 
     def _receive(self, message: Any) -> None:
         now = asyncio.get_running_loop().time()

@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # it imports torch
 log = logging.getLogger(__name__)
 
 ANNOUNCE_PERIOD_S = 2.0  # a restarted controller knows this worker after that
-MAX_OPEN_CALLS = 16_384  # of a method; a prefill worker has one for each prompt that waits
+MAX_OPEN_CALLS = 16_384  # of a method; a prefill worker has a few for each decode worker
 LAST_WORDS_S = 0.5  # for the last messages to leave a process that stops
 
 MakePool = Callable[[WorkerContext[Any]], Pool]

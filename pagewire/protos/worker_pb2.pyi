@@ -201,22 +201,34 @@ class ConnectResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("start", "transfer")
+    __slots__ = ("attempt_id", "start", "transfer", "leave", "more")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: int
     start: PrefillStart
     transfer: TransferMessage
-    def __init__(self, start: _Optional[_Union[PrefillStart, _Mapping]] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ...) -> None: ...
+    leave: PrefillLeave
+    more: _containers.RepeatedCompositeFieldContainer[PrefillRequest]
+    def __init__(self, attempt_id: _Optional[int] = ..., start: _Optional[_Union[PrefillStart, _Mapping]] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., leave: _Optional[_Union[PrefillLeave, _Mapping]] = ..., more: _Optional[_Iterable[_Union[PrefillRequest, _Mapping]]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("transfer", "result", "failure")
+    __slots__ = ("attempt_id", "transfer", "result", "failure", "end", "more")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: int
     transfer: TransferMessage
     result: PrefillResult
     failure: PrefillFailure
-    def __init__(self, transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., result: _Optional[_Union[PrefillResult, _Mapping]] = ..., failure: _Optional[_Union[PrefillFailure, _Mapping]] = ...) -> None: ...
+    end: PrefillEnd
+    more: _containers.RepeatedCompositeFieldContainer[PrefillResponse]
+    def __init__(self, attempt_id: _Optional[int] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., result: _Optional[_Union[PrefillResult, _Mapping]] = ..., failure: _Optional[_Union[PrefillFailure, _Mapping]] = ..., end: _Optional[_Union[PrefillEnd, _Mapping]] = ..., more: _Optional[_Iterable[_Union[PrefillResponse, _Mapping]]] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
     __slots__ = ("request_id", "ticket", "connection_id", "token_ids", "prompt_len", "first_page", "sampling", "choices", "cache_salt", "failed_passes", "traceparent", "cache_share", "contract_version")
@@ -261,6 +273,18 @@ class PrefillResult(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillFailure(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class PrefillLeave(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PrefillEnd(_message.Message):
     __slots__ = ("code", "message")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]

@@ -345,7 +345,9 @@ class PrefillServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Prefill(self, request_iterator, context):
-        """Computes a prompt and sends the pages that the receiver lacks. One call per attempt; its end aborts the attempt.
+        """Computes prompts and sends the pages that the receiver lacks. One stream carries all attempts of a receiver at a
+        sender, each under an id; its end aborts them all. A message with an id that no attempt has had ends the stream with
+        INVALID_ARGUMENT; one for an attempt that has ended is ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

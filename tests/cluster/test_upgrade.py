@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pagewire import AsyncClient
+from protos.contract import CONTRACT_VERSION
 from tests.cluster.test_lifecycle import OPTIONS, Host
 from tests.support.processes import kill_session
 
@@ -112,10 +113,16 @@ def test_new_settings_come_by_a_restart_and_a_new_contract_by_a_second_cluster(h
     code, output, errors = old.run("restart")
     assert (code, output.splitlines()[-1][:28]) == (0, "router-0 serves again after "), errors
 
-    change(old.code, "protos/contract.py", "CONTRACT_VERSION = 1", "CONTRACT_VERSION = 2")
+    version, other = CONTRACT_VERSION, CONTRACT_VERSION + 1
+    change(
+        old.code,
+        "protos/contract.py",
+        f"CONTRACT_VERSION = {version}",
+        f"CONTRACT_VERSION = {other}",
+    )
     code, output, errors = old.run("restart")
     assert (code, output) == (1, "")
-    assert "127.0.0.1: contract version: found 2; allowed: 1\n" in errors
+    assert f"127.0.0.1: contract version: found {other}; allowed: {version}\n" in errors
     assert "nothing has changed" in errors
 
     second = new.up()

@@ -12,9 +12,7 @@ import pytest
 
 from decode_worker.config import DecodeConfig
 from decode_worker.server import MAX_MET
-from decode_worker.wire import PrefillCall
 from kv_transfer.deadlines import TransferDeadlines
-from kv_transfer.messages import ChunkGo, ReceiverMessage
 from llm_engine.engine_step import EngineStep
 from llm_engine.sampling import SamplingParams
 from pagewire.protos import worker_pb2, worker_pb2_grpc
@@ -673,34 +671,6 @@ def test_an_attempt_whose_channel_is_closed_goes_on_elsewhere() -> None:
         assert asyncio.get_running_loop().time() - killed_at < 1.0, "it waited for a deadline"
 
     run(scenario)
-
-
-def test_a_write_that_a_closing_channel_cancels_costs_the_attempt_and_no_page(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The answer to a chunk is cancelled, although nobody cancels the task that writes it."""
-    send = PrefillCall.send
-    num_cancelled = 0
-
-    async def cancelled_once(call: PrefillCall, message: ReceiverMessage) -> None:
-        nonlocal num_cancelled
-        if isinstance(message, ChunkGo) and not num_cancelled:
-            num_cancelled += 1
-            raise asyncio.CancelledError
-        await send(call, message)
-
-    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
-        stream = await router.submit(prompt_of(60))
-        await router.finish(stream)
-
-        assert num_cancelled == 1
-        assert stream.stats.prefill_retries == 1
-        assert stream.stats.decode_computed_tokens == 0
-        await cluster.wait_free(timeout_s=10.0)
-        assert cluster.decode.worker.cache.pool.counts().quarantine == 0
-
-    monkeypatch.setattr(PrefillCall, "send", cancelled_once)
-    run(scenario, WorkerCluster(num_prefill=2))
 
 
 def test_prefill_workers_that_cannot_be_met_harm_nobody() -> None:

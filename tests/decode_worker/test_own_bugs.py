@@ -27,9 +27,9 @@ async def raises_later(*_: Any, **__: Any) -> Any:
     raise RuntimeError("planted")
 
 
-async def stops_and_raises(attempt: RemotePrefill, reason: str) -> None:
+def stops_and_raises(attempt: RemotePrefill, reason: str) -> None:
     assert attempt.receiver is not None
-    await attempt.receiver.driver.cancel(reason)
+    attempt.receiver.driver.cancel(reason)
     raise RuntimeError("planted")
 
 

@@ -1,26 +1,26 @@
 """The slots of a connection, of which each transfer gives back its own."""
 
-import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from kv_transfer.deadlines import TransferDeadlines
-from kv_transfer.messages import ChunkReady, Granted, Ticket
-from kv_transfer.order import WINDOW, Incoming
+from kv_transfer.messages import Abort, ChunkReady, Granted, Ticket
+from kv_transfer.order import WINDOW, Incoming, Slots
 from kv_transfer.receiver import Receiver
 from tests.support.virtual_time import run_virtual
 
 
-def test_a_slot_that_comes_while_the_other_side_is_told_of_the_end_is_given_back() -> None:
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_slot_of_a_transfer_that_ends_is_given_back(comes_first: bool) -> None:
     async def main() -> None:
         connection: Any = SimpleNamespace(is_broken=False, connection_id="c")
         storage: Any = SimpleNamespace(page_bytes=4096)
         incoming = Incoming(connection)
         for _ in range(WINDOW):
-            await incoming.slots.acquire()  # other transfers hold all
-
-        async def send(message: object) -> None:
-            await asyncio.sleep(0.001)  # as a write of gRPC
+            incoming.slots.take(lambda: None)  # other transfers hold all
 
         ticket = Ticket(
             transfer_id=b"t" * 16, attempt=0, sender_incarnation=1, receiver_incarnation=2
@@ -31,22 +31,49 @@ def test_a_slot_that_comes_while_the_other_side_is_told_of_the_end_is_given_back
             first_page=0,
             storage=storage,
             incoming=incoming,
-            send=send,
+            send=lambda message: None,
             on_commit=lambda num_pages: None,
             deadlines=TransferDeadlines(),
         )
         receiver.driver.post(Granted(ticket))
         receiver.driver.post(ChunkReady(ticket, 0, 0, (b"d" * 32,), True))
-        await asyncio.sleep(0.1)
-        cancelling = asyncio.create_task(receiver.driver.cancel("the client left"))
-        await asyncio.sleep(0.0005)  # the end is being told
-        for _ in range(WINDOW):
+        if comes_first:
             incoming.slots.release()
-        await cancelling
+        receiver.driver.cancel("the client left")
+        receiver.driver.post(Abort(ticket, "it has posted nothing"))
         await receiver.driver.wait_quiescent()
-        await asyncio.sleep(1)
 
-        for _ in range(WINDOW):
-            await asyncio.wait_for(incoming.slots.acquire(), 1)
+        taken = []
+        for index in range(WINDOW):
+            if not comes_first or index:
+                incoming.slots.release()
+            incoming.slots.take(partial(taken.append, index))
+        assert taken == list(range(WINDOW))
 
     run_virtual(main())
+
+
+def test_slots_go_to_those_who_have_waited_longest() -> None:
+    slots = Slots(2)
+    taken: list[str] = []
+    waiting = {name: partial(taken.append, name) for name in "abcde"}
+    for each in waiting.values():
+        slots.take(each)
+    assert taken == ["a", "b"]
+    slots.withdraw(waiting["c"])
+    slots.release()
+    slots.release()
+    assert taken == ["a", "b", "d", "e"]
+
+
+def test_many_may_give_their_slots_back_as_soon_as_they_get_them() -> None:
+    slots = Slots(1)
+    slots.take(lambda: None)
+    for _ in range(5000):
+        slots.take(slots.release)
+    slots.take(slots.release)
+    slots.release()
+
+    taken: list[int] = []
+    slots.take(lambda: taken.append(1))
+    assert taken == [1]

@@ -288,7 +288,7 @@ def test_a_transfer_that_ends_between_others_keeps_them_or_ends_them_soon(what: 
         victim = attempts[3]
         await wait_until(lambda: has_chunk(victim, Stage.CALLED))
         if what == "cancelled":
-            await victim.receiver.driver.cancel("the client left")
+            victim.receiver.driver.cancel("the client left")
         else:
             # The answer to ChunkGo is lost, and with it the number of a send.
             victim.to_receiver.is_cut = victim.to_sender.is_cut = True
@@ -491,7 +491,7 @@ def test_cancelling_at_any_point_frees_both_sides_at_once_and_keeps_the_connecti
         running = asyncio.create_task(attempt.run())
         await asyncio.sleep(after_s)
 
-        await getattr(attempt, side).driver.cancel("the client left")
+        getattr(attempt, side).driver.cancel("the client left")
         await attempt.wait_quiescent()
         cancelled_after_s = loop.time() - after_s
         received, sent, _ = await running
@@ -603,17 +603,15 @@ def test_messages_that_come_after_the_end_are_not_kept(how: str) -> None:
     async def scenario() -> None:
         attempt = await ten_pages(Workers(network()))
         if how == "failed":
-            await attempt.receiver.driver.cancel("the client left")
+            attempt.receiver.driver.cancel("the client left")
         if how == "crashed":
             attempt.receiver.driver._step = attempt.sender.driver._step = None  # type: ignore[assignment]
         await attempt.run()
         await asyncio.sleep(1)
 
         for driver in (attempt.receiver.driver, attempt.sender.driver):
-            num_kept = driver._events.qsize()
             driver.post(Abort(TICKET, "again"))
-            await asyncio.sleep(1)
-            assert driver._events.qsize() == num_kept
+            assert not driver._events
 
     run(scenario)
 

@@ -1,11 +1,12 @@
 """Requests that wait travel in one message, in order, but no large one."""
 
+import asyncio
 from collections import deque
 
 import pytest
 
 from pagewire.protos import inference_pb2, worker_pb2
-from pagewire.protos.gathering import MAX_MORE, gather
+from pagewire.protos.gathering import MAX_MORE, Waiting, gather
 from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES
 
 
@@ -43,3 +44,35 @@ def test_an_estimate_of_many_small_requests_is_never_too_low():
 
     while waiting:
         assert gather(waiting).ByteSize() <= LARGE_REQUEST_BYTES
+
+
+def test_a_writer_takes_what_waits_and_learns_of_the_end():
+    async def main():
+        waiting = Waiting()
+        taking = asyncio.create_task(waiting.take())
+        await asyncio.sleep(0)
+        for num_bytes in (1, 2, 3):
+            waiting.add(starting(num_bytes))
+        first = await taking
+        assert [len(each.start.text) for each in (first, *first.more)] == [1, 2, 3]
+        waiting.add(starting(4))
+        waiting.close()
+        assert len((await waiting.take()).start.text) == 4
+        assert await waiting.take() is None
+
+    asyncio.run(main())
+
+
+def test_one_who_adds_can_wait_until_few_messages_wait():
+    async def main():
+        waiting = Waiting()
+        for _ in range(MAX_MORE + 3):
+            waiting.add(starting(1))
+        few = asyncio.create_task(waiting.wait_until_few(1))
+        await waiting.take()
+        await asyncio.sleep(0)
+        assert not few.done()
+        await waiting.take()
+        await few
+
+    asyncio.run(main())

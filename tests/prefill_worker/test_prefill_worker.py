@@ -3,13 +3,16 @@
 import asyncio
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
+import prefill_worker.server
+import prefill_worker.worker
 from llm_engine.sampling import SamplingParams
 from pagewire.protos import worker_pb2, worker_pb2_grpc
 from pagewire.protos.token_ids import pack_token_ids
@@ -21,6 +24,7 @@ from tests.support.loopback import LoopbackNetwork
 from tests.support.virtual_time import run_virtual
 from worker.wire import sampling_to_proto, worker_to_proto
 
+CODES = {each.value[0]: each.name for each in grpc.StatusCode}
 Scenario = Callable[[WorkerCluster, Any], Awaitable[None]]
 
 
@@ -64,7 +68,9 @@ async def connect(cluster: WorkerCluster, stub: Any) -> Any:
     return await accepting
 
 
-def start_of(cluster: WorkerCluster, prompt: tuple[int, ...], **changes: Any) -> Any:
+def start_of(
+    cluster: WorkerCluster, prompt: tuple[int, ...], attempt_id: int = 1, **changes: Any
+) -> Any:
     ticket = worker_pb2.TransferTicket(
         transfer_id=bytes(16),
         sender_incarnation=cluster.prefills[0].identity.incarnation,
@@ -81,7 +87,8 @@ def start_of(cluster: WorkerCluster, prompt: tuple[int, ...], **changes: Any) ->
         "contract_version": CONTRACT_VERSION,
         **changes,
     }
-    return worker_pb2.PrefillRequest(start=worker_pb2.PrefillStart(**fields))
+    start = worker_pb2.PrefillStart(**fields)
+    return worker_pb2.PrefillRequest(attempt_id=attempt_id, start=start)
 
 
 async def num_failures(cluster: WorkerCluster) -> int:
@@ -93,11 +100,26 @@ async def num_failures(cluster: WorkerCluster) -> int:
     return int(beat.heartbeat.totals.transfer_failures)
 
 
-async def refusal(call: Any) -> grpc.aio.AioRpcError:
+async def responses(call: Any) -> AsyncIterator[Any]:
+    """Yield what a stream brings, each response by itself."""
+    async for response in call:
+        for each in (response, *response.more):
+            yield each
+
+
+async def end_of(call: Any, attempt_id: int = 1) -> tuple[str, str]:
+    """Return the code and the text with which an attempt ends."""
+    async for each in responses(call):
+        if each.attempt_id == attempt_id and each.HasField("end"):
+            return CODES[each.end.code], each.end.message
+    raise AssertionError("the stream ended before the attempt")
+
+
+async def end_of_stream(call: Any) -> tuple[str, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in call:
             pass
-    return caught.value
+    return caught.value.code().name, str(caught.value.details())
 
 
 @pytest.mark.parametrize(
@@ -134,8 +156,7 @@ def test_a_decode_worker_of_another_contract_version_is_refused(version: int) ->
         await connect(cluster, stub)
         call = stub.Prefill()
         await call.write(start_of(cluster, (1, 2, 3), contract_version=version))
-        refused = await refusal(call)
-        assert (refused.code().name, refused.details()) == ("FAILED_PRECONDITION", difference)
+        assert await end_of(call) == ("FAILED_PRECONDITION", difference)
 
     run(scenario)
 
@@ -175,17 +196,17 @@ def test_an_attempt_uses_no_connection_and_no_ticket_of_another_worker() -> None
 
         foreign = other_stub(cluster).Prefill()
         await foreign.write(start_of(cluster, prompt_of(30)))
-        error = await refusal(foreign)
-        assert error.code() is grpc.StatusCode.PERMISSION_DENIED
-        assert "the ticket's receiver has incarnation" in str(error.details())
+        code, text = await end_of(foreign)
+        assert code == "PERMISSION_DENIED"
+        assert "the ticket's receiver has incarnation" in text
 
         ticket = start_of(cluster, prompt_of(30)).start.ticket
         ticket.receiver_incarnation = OTHER_DECODE.party.incarnation
         foreign = other_stub(cluster).Prefill()
         await foreign.write(start_of(cluster, prompt_of(30), ticket=ticket))
-        error = await refusal(foreign)
-        assert error.code() is grpc.StatusCode.ABORTED
-        assert "no connection 'connection-0'" in str(error.details())
+        code, text = await end_of(foreign)
+        assert code == "ABORTED"
+        assert "no connection 'connection-0'" in text
         assert not connection.is_broken
 
     run(scenario)
@@ -253,9 +274,9 @@ def test_a_bad_start_is_refused(name: str) -> None:
         await connect(cluster, stub)
         call = stub.Prefill()
         await call.write(start_of(cluster, prompt_of(30), **changes))
-        error = await refusal(call)
-        assert error.code().name == code
-        assert re.search(words, error.details())
+        found, text = await end_of(call)
+        assert found == code
+        assert re.search(words, text)
 
     run(scenario)
 
@@ -269,20 +290,20 @@ def test_a_small_pool_shortens_the_context_that_is_offered() -> None:
         await connect(cluster, stub)
         call = stub.Prefill()
         await call.write(start_of(cluster, prompt_of(50 * PAGE_SIZE)))
-        error = await refusal(call)
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "fewer than 200, what the context holds" in error.details()
+        code, text = await end_of(call)
+        assert code == "INVALID_ARGUMENT"
+        assert "fewer than 200, what the context holds" in text
 
     run(scenario, WorkerCluster(prefill_pages=50))
 
 
-def test_a_call_must_begin_with_a_start_and_in_time() -> None:
+def test_a_stream_must_begin_with_a_start_and_in_time() -> None:
     async def scenario(cluster: WorkerCluster, stub: Any) -> None:
         silent = stub.Prefill()
-        assert (await refusal(silent)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (await end_of_stream(silent))[0] == "DEADLINE_EXCEEDED"
         wrong = stub.Prefill()
-        await wrong.write(worker_pb2.PrefillRequest())
-        assert (await refusal(wrong)).code() is grpc.StatusCode.INVALID_ARGUMENT
+        await wrong.write(worker_pb2.PrefillRequest(attempt_id=1))
+        assert (await end_of_stream(wrong))[0] == "INVALID_ARGUMENT"
 
     run(scenario)
 
@@ -290,22 +311,168 @@ def test_a_call_must_begin_with_a_start_and_in_time() -> None:
 def test_more_prompts_than_the_queue_holds_are_refused() -> None:
     async def scenario(cluster: WorkerCluster, stub: Any) -> None:
         await connect(cluster, stub)
-        calls = []
-        for seed in range(4):
-            call = stub.Prefill()
-            await call.write(start_of(cluster, prompt_of(100, seed=seed)))
-            calls.append(call)
-        error = await refusal(calls[-1])
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        for call in calls:
-            call.cancel()
+        call = stub.Prefill()
+        first, *more = (start_of(cluster, prompt_of(100, seed=seed), 1 + seed) for seed in range(4))
+        first.more.extend(more)
+        await call.write(first)
+        code, _ = await end_of(call, 4)
+        assert code == "RESOURCE_EXHAUSTED"
+        call.cancel()
 
     config = PrefillConfig(max_computing_prompts=1, max_queued_prompts=2)
     run(scenario, WorkerCluster(prefill_config=config))
 
 
+def test_more_attempts_than_a_worker_has_places_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(cluster: WorkerCluster, stub: Any) -> None:
+        monkeypatch.setattr(prefill_worker.worker, "MAX_ATTEMPTS", 2)
+        await connect(cluster, stub)
+        call = stub.Prefill()
+        for seed in range(3):
+            await call.write(start_of(cluster, prompt_of(100, seed=seed), 1 + seed))
+        code, text = await end_of(call, 3)
+        assert (code, text[:10]) == ("RESOURCE_EXHAUSTED", "2 attempts")
+        call.cancel()
+
+    run(scenario)
+
+
+def leave(attempt_id: int) -> Any:
+    return worker_pb2.PrefillRequest(attempt_id=attempt_id, leave=worker_pb2.PrefillLeave())
+
+
+def transfer(cluster: WorkerCluster, attempt_id: int, **kind: Any) -> Any:
+    ticket = start_of(cluster, ()).start.ticket
+    message = worker_pb2.TransferMessage(ticket=ticket, **kind)
+    return worker_pb2.PrefillRequest(attempt_id=attempt_id, transfer=message)
+
+
+OUTCOMES: dict[str, tuple[Callable[[WorkerCluster], list[Any]], str]] = {
+    "refused": (lambda cluster: [start_of(cluster, (), 2, prompt_len=0)], "INVALID_ARGUMENT"),
+    "unreadable": (
+        lambda cluster: [start_of(cluster, prompt_of(60), 2, token_ids=b"abc")],
+        "INVALID_ARGUMENT",
+    ),
+    "left": (lambda cluster: [start_of(cluster, prompt_of(60, seed=1), 2), leave(2)], "OK"),
+    "a message of no kind": (
+        lambda cluster: [start_of(cluster, prompt_of(60, seed=1), 2), transfer(cluster, 2)],
+        "OK",
+    ),
+    "aborted": (
+        lambda cluster: [
+            start_of(cluster, prompt_of(60, seed=1), 2),
+            transfer(cluster, 2, abort=worker_pb2.Abort(reason="enough")),
+        ],
+        "OK",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", OUTCOMES)
+def test_an_attempt_ends_for_itself_and_others_of_its_stream_go_on(how: str) -> None:
+    async def scenario(cluster: WorkerCluster, stub: Any) -> None:
+        messages, code = OUTCOMES[how]
+        await connect(cluster, stub)
+        call = stub.Prefill()
+        await call.write(start_of(cluster, prompt_of(40)))
+        for each in messages(cluster):
+            await call.write(each)
+        found: dict[int, list[str]] = {1: [], 2: []}
+        async for each in responses(call):
+            found[each.attempt_id].append(each.WhichOneof("message"))
+            if each.HasField("end"):
+                assert (each.attempt_id, CODES[each.end.code]) == (2, code)
+            if "end" in found[2] and "result" in found[1]:
+                break
+        assert "result" not in found[2]
+        # What comes too late is ignored.
+        for late in (
+            leave(2),
+            transfer(cluster, 2, chunk_go=worker_pb2.ChunkGo()),
+            transfer(cluster, 2),
+        ):
+            await call.write(late)
+        await call.write(start_of(cluster, prompt_of(20, seed=2), 3))
+        async for each in responses(call):
+            if each.attempt_id == 3 and each.HasField("result"):
+                break
+        await call.write(leave(1))
+        assert await end_of(call) == ("OK", "")
+        call.cancel()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda cluster: leave(3),
+        lambda cluster: transfer(cluster, 3, chunk_go=worker_pb2.ChunkGo()),
+        lambda cluster: leave(0),
+        lambda cluster: start_of(cluster, prompt_of(30, seed=1), 2),
+        lambda cluster: start_of(cluster, prompt_of(30, seed=1), 1),
+        lambda cluster: worker_pb2.PrefillRequest(attempt_id=2, more=[leave(2)] * 256),
+    ],
+    ids=["leave", "transfer", "no id", "started again", "started late", "too many at once"],
+)
+def test_a_message_that_no_attempt_can_have_ends_the_stream_and_frees_its_pages(wrong: Any) -> None:
+    async def scenario(cluster: WorkerCluster, stub: Any) -> None:
+        await connect(cluster, stub)
+        call, other = stub.Prefill(), stub.Prefill()
+        await other.write(start_of(cluster, prompt_of(50, seed=3)))
+        await call.write(start_of(cluster, prompt_of(40), 2))
+        await asyncio.sleep(0.1)
+        assert cluster.prefills[0].held_pages
+        await call.write(wrong(cluster))
+        code, text = await end_of_stream(call)
+        assert code == "INVALID_ARGUMENT"
+        assert "found" in text
+        async for each in responses(other):
+            if each.HasField("result"):
+                break
+        other.cancel()
+
+    run(scenario)
+
+
+def test_messages_that_are_ready_at_once_come_in_one() -> None:
+    async def scenario(cluster: WorkerCluster, stub: Any) -> None:
+        await connect(cluster, stub)
+        call = stub.Prefill()
+        first, *more = (start_of(cluster, prompt_of(20, seed=seed), 1 + seed) for seed in range(8))
+        first.more.extend(more)
+        await call.write(first)
+        granted = await call.read()
+        ids = [each.attempt_id for each in (granted, *granted.more)]
+        assert ids == list(range(1, 9))
+        assert all(each.transfer.HasField("granted") for each in (granted, *granted.more))
+        call.cancel()
+
+    run(scenario)
+
+
+def test_a_receiver_that_reads_nothing_starts_no_more_attempts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(cluster: WorkerCluster, stub: Any) -> None:
+        monkeypatch.setattr(prefill_worker.server, "MOST_WAITING", 4)
+        call = stub.Prefill()
+        for attempt_id in range(1, 2000):  # each is refused: there is no connection
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await call.write(start_of(cluster, prompt_of(400), attempt_id))
+                    continue
+            break
+        else:
+            raise AssertionError("all were taken")
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02, 0.05, 0.1, 0.2])
-@pytest.mark.parametrize("how", ["cancel", "half close", "kill"])
+@pytest.mark.parametrize("how", ["cancel", "leave", "half close", "kill"])
 def test_pages_are_free_within_a_second_after_the_decode_worker_left(
     after_s: float, how: str
 ) -> None:
@@ -318,6 +485,8 @@ def test_pages_are_free_within_a_second_after_the_decode_worker_left(
         await asyncio.sleep(after_s)
         if how == "cancel":
             call.cancel()
+        elif how == "leave":
+            await call.write(leave(1))
         elif how == "half close":
             await call.done_writing()
         else:
@@ -337,12 +506,20 @@ def test_a_receiver_that_never_takes_its_pages_loses_them_at_the_deadline() -> N
         await connect(cluster, stub)
         call = stub.Prefill()
         await call.write(start_of(cluster, prompt_of(40)))
-        messages = [
-            response.transfer.WhichOneof("kind") or response.WhichOneof("message")
-            async for response in call
-        ]
+        messages = []
+        async for each in responses(call):
+            messages.append(each.transfer.WhichOneof("kind") or each.WhichOneof("message"))
+            if each.HasField("end"):
+                break
+        call.cancel()
         chunks = 40 // PAGE_SIZE // cluster.prefill_config.chunk_pages
-        assert sorted(messages) == ["abort", *["chunk_ready"] * chunks, "granted", "result"]
+        assert sorted(messages) == [
+            "abort",
+            *["chunk_ready"] * chunks,
+            "end",
+            "granted",
+            "result",
+        ]
         deadlines = cluster.prefill_config.transfer_deadlines
         assert asyncio.get_running_loop().time() == pytest.approx(deadlines.ack_s, abs=1.0)
         assert await num_failures(cluster) == 1

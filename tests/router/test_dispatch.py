@@ -1011,7 +1011,7 @@ def test_a_session_that_can_write_no_more_ends_and_its_requests_continue(
         return gather(waiting)
 
     async def main() -> None:
-        monkeypatch.setattr("router.session.gather", crash_once)
+        monkeypatch.setattr("pagewire.protos.gathering.gather", crash_once)
         worker = ScriptedWorker("decode-0", token_s=0.1)
         async with running_router(worker) as tested:
             running = asyncio.create_task(tested.generate(max_tokens=20))

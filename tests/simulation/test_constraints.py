@@ -202,7 +202,7 @@ def test_preempted_answers_go_on_where_they_were(folder: Path) -> None:
         assert (preemptions > 0) == (len(seen) == 2)
 
     in_text_cluster(folder, body, decode_pages=400)
-    in_text_cluster(folder, body, decode_pages=48)
+    in_text_cluster(folder, body, decode_pages=40)
 
     assert seen[0] == seen[1]
 

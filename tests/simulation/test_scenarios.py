@@ -579,10 +579,10 @@ def test_a_message_for_another_incarnation_is_refused() -> None:
             choices=[0],
             contract_version=CONTRACT_VERSION,
         )
-        await call.write(worker_pb2.PrefillRequest(start=start))
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await call.read()
-        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        await call.write(worker_pb2.PrefillRequest(attempt_id=1, start=start))
+        response = await call.read()
+        assert response.end.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
+        call.cancel()
 
     in_cluster(FakeCluster(), body)
 

@@ -237,4 +237,4 @@ class Stranger:
             choices=[0],
             contract_version=CONTRACT_VERSION,
         )
-        return worker_pb2.PrefillRequest(start=start)
+        return worker_pb2.PrefillRequest(attempt_id=1, start=start)
