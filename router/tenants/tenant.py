@@ -138,7 +138,8 @@ class Tenant:
         limit = self.rules.max_active_requests
         if limit and self.num_active >= limit:
             raise Overloaded(
-                f"{self.num_active} calls of this tenant are active; allowed: {limit}",
+                f"max_active_requests: found {self.num_active} active calls of this tenant; "
+                f"allowed: {limit}",
                 retry_delay_s,
             )
 
@@ -152,8 +153,8 @@ class Tenant:
         if wait_s := self._requests.wait_s(now):
             rate, burst = self.rules.requests_per_s, self.rules.burst_requests
             raise Overloaded(
-                f"this tenant has begun more requests than it may; allowed: {rate:g} each second, "
-                f"{burst:g} at once",
+                "requests_per_s: found more requests of this tenant than it may begin; "
+                f"allowed: {rate:g} each second, {burst:g} at once",
                 wait_s,
             )
         return self._requests.charge(1, now)
@@ -166,8 +167,8 @@ class Tenant:
         """
         if wait_s := self._tokens.wait_s(now):
             raise Overloaded(
-                "this tenant has used more tokens than it may; allowed: "
-                f"{self.rules.tokens_per_minute} each minute",
+                "tokens_per_minute: found more tokens of this tenant than it may use; "
+                f"allowed: {self.rules.tokens_per_minute} each minute",
                 wait_s,
             )
 

@@ -71,7 +71,8 @@ def test_a_request_beyond_the_rate_passes_after_the_delay_and_not_before() -> No
             again_s = delay_s(refused)
             assert 1.3 < again_s <= 1 / 0.7
             assert refused.error is not None
-            assert "allowed: 0.7 each second, 3 at once" in (refused.error.details() or "")
+            told = "requests_per_s: found more requests of this tenant than it may begin; "
+            assert f"{told}allowed: 0.7 each second, 3 at once" in (refused.error.details() or "")
             assert (await tested.generate(token="globex")).error is None, "others go on"
 
             await asyncio.sleep(again_s - 0.2)
@@ -94,7 +95,11 @@ def test_prompts_and_answers_count_as_tokens_and_what_runs_goes_on() -> None:
             counts = counts_of(tested, "acme")
             assert (counts.prompt_tokens, counts.generated_tokens) == (40, 100)
 
-            again_s = delay_s(await tested.generate(token="acme"))
+            refused = await tested.generate(token="acme")
+            again_s = delay_s(refused)
+            assert refused.error is not None
+            told = "tokens_per_minute: found more tokens of this tenant than it may use; "
+            assert f"{told}allowed: 60 each minute" in (refused.error.details() or "")
             assert again_s == pytest.approx(81, abs=3), "140 tokens at one a second, 60 saved"
             await asyncio.sleep(again_s)
             assert (await tested.generate(token="acme", max_tokens=1)).error is None
@@ -166,9 +171,8 @@ def test_a_tenant_has_so_many_calls_at_a_time() -> None:
             refused = await tested.generate(token="acme")
             assert delay_s(refused) > 0
             assert refused.error is not None
-            assert "2 calls of this tenant are active; allowed: 2" in (
-                refused.error.details() or ""
-            )
+            told = "max_active_requests: found 2 active calls of this tenant; allowed: 2"
+            assert told in (refused.error.details() or "")
             assert (await tested.generate(token="globex")).error is None
             await asyncio.gather(*running)
             assert (await tested.generate(token="acme")).error is None
