@@ -77,9 +77,11 @@ fault. Each cluster shared the GPUs with others, whose workers were also hit.
 | {heads} |
 |---|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|
 {lines}
+Times are the median and the longest of a row's runs.
+
 - *Noticed*: the router gives the worker no more work.
-- *Pages free*: no transfer can read or write a page of the other worker any more; median and most.
-  Empty: that worker reported no failed transfer.
+- *Pages free*: no transfer can read or write a page of the other worker any more. Empty: that
+  worker reported no failed transfer.
 - *Moves again*: a new request has moved pages. A killed worker starts anew and loads weights of
   Llama-3.2-1B's shape; a hang lasts ten seconds.
 
@@ -153,13 +155,10 @@ def kills(results: dict[str, dict[str, Any]]) -> str:
     for key in sorted(rows):
         hangs, carrier, side, moment, where = key
         row = rows[key]
-        doubt = (row.get(name) for name in ("quiet_ms", "quiet_ms_max"))
         cells = (
             *(carrier, side, "SIGSTOP, 10 s" if hangs else "SIGKILL", moment, where, row["times"]),
             *(row["times"] * row["streams"], row["lost_requests"], row["wrong_tokens"]),
-            _seconds(row["noticed_ms"]),
-            ", ".join(_seconds(each) for each in doubt if each is not None),
-            _seconds(row["usable_ms"]),
+            *(_median_and_longest(row, name) for name in ("noticed_ms", "quiet_ms", "usable_ms")),
         )
         lines.append(f"| {' | '.join(map(str, cells))} |\n")
     return KILLS.format(
@@ -168,6 +167,11 @@ def kills(results: dict[str, dict[str, Any]]) -> str:
         lines="".join(lines),
         sources=",\n".join(f"[{name}](../benchmarks/results/{name})" for name in results),
     )
+
+
+def _median_and_longest(row: dict[str, Any], name: str) -> str:
+    times = (row.get(each) for each in (name, f"{name}_max"))
+    return ", ".join(_seconds(each) for each in times if each is not None)
 
 
 def _measured_on(result: dict[str, Any]) -> str:
