@@ -17,6 +17,7 @@ from credentials.cluster import ClusterCredentials
 from credentials.config import TlsSettings
 from credentials.door import ClusterLinks
 from credentials.party import CONTROLLER_NAME
+from credentials.rules import CONTROLLER_CALLERS
 from credentials.secret import ClusterSecret
 from observability.logs import ATTRIBUTE
 from pagewire.protos import controller_pb2, controller_pb2_grpc
@@ -382,10 +383,11 @@ def test_nobody_is_told_without_a_routers_key() -> None:
             server.publish([member("decode-0")])
             stranger = Listener("router-0", address, ClusterSecret(b"o" * 32))
             async with grpc.aio.insecure_channel(address) as channel:
-                call = controller_pb2_grpc.ControllerServiceStub(channel).WatchMembers()
-                with suppress(grpc.aio.AioRpcError):  # it may be refused by now
-                    await call.write(controller_pb2.WatchMembersRequest())
-                assert (await call.code()).name == "UNAUTHENTICATED"
+                for method in (*CONTROLLER_CALLERS, "/pagewire.v1.ControllerService/Unknown"):
+                    call = channel.stream_stream(method)()
+                    with suppress(grpc.aio.AioRpcError):  # it may be refused by now
+                        await call.write(b"")
+                    assert (await call.code()).name == "UNAUTHENTICATED", method
             decode = SECRET.keys_of("decode", "decode-0")
             assert "controller" not in decode.calling
             await asyncio.sleep(0.3)
