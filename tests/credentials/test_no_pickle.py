@@ -1,13 +1,18 @@
 """Nothing that comes over the network is unpickled or run: Ray's own channel is the only one."""
 
 import ast
-import asyncio
+import json
+import pickle
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.decode_worker.harness import prompt_of
-from tests.decode_worker.test_real_grpc import real_session
+from pagewire import Client
+from tests.http_gateway.parrot import MARKS, write_folder
+from tests.http_gateway.raw_http import exchange, request
+from tests.http_gateway.serving import gateway
+from tests.http_gateway.whole_cluster import whole_cluster
 from tests.support.distributions import SOURCES
 
 MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -50,7 +55,9 @@ def test_no_module_runs_data() -> None:
     assert {name: each for name, each in found.items() if each} == {}
 
 
-def test_a_request_over_real_grpc_and_tcp_unpickles_nothing() -> None:
+def test_a_request_over_http_grpc_and_tcp_unpickles_nothing(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     unpickled: list[object] = []
     is_listening = False
 
@@ -58,16 +65,19 @@ def test_a_request_over_real_grpc_and_tcp_unpickles_nothing() -> None:
         if is_listening and event == "pickle.find_class":
             unpickled.append(arguments)
 
-    async def main() -> None:
-        nonlocal is_listening
-        sys.addaudithook(hook)
-        async with real_session() as (_, router, _channel):
-            is_listening = True
-            stream = await router.submit(prompt_of(50))
-            await router.finish(stream, timeout_s=20.0)
-            is_listening = False
-            assert stream.stats.pages_moved > 0
+    folder = write_folder(tmp_path_factory.mktemp("model"), MARKS["plain"])
+    text = "The page was sent to another worker"
+    body = json.dumps({"prompt": text, "max_tokens": 5})
+    sys.addaudithook(hook)
+    with gateway(lambda: whole_cluster(folder)) as served, Client(served.router_address) as client:
+        is_listening = True
+        over_grpc = client.generate(text, max_tokens=5)
+        over_http = exchange(served.host_and_port, request("/v1/completions", body))
+        from_network = list(unpickled)
+        pickle.loads(pickle.dumps(Path("seen")))
+        is_listening = False
 
-    asyncio.run(main())
-
-    assert unpickled == []
+    assert over_grpc.usage.pages_moved > 0
+    assert over_http.status == 200
+    assert from_network == []
+    assert unpickled, "the hook sees what is unpickled"
