@@ -1,12 +1,19 @@
-"""Streams over HTTP beside streams over gRPC: each gets its own tokens, none lost.
+"""A whole cluster behind a gateway: no stream loses a token, and no log holds a prompt.
 
-`python -m benchmarks.gateway --ways both` does the same with a thousand of each.
+`python -m benchmarks.gateway --ways both` does the same with a thousand streams of each kind.
 """
+
+import json
+import logging
+from collections import Counter
 
 import pytest
 
+from observability.logs import ATTRIBUTE
 from tests.http_gateway.parrot import MARKS, write_folder
+from tests.http_gateway.raw_http import exchange, request
 from tests.http_gateway.serving import gateway
+from tests.http_gateway.test_lifetime import until
 from tests.http_gateway.whole_cluster import GrpcCanary, HttpCanary, whole_cluster
 
 EACH = 40  # together several times as many as the pages of the decode worker hold
@@ -33,3 +40,30 @@ def test_many_streams_of_both_front_ends_lose_repeat_and_change_no_token(
         assert not any(each.failure for each in singers), [each.failure for each in singers]
         assert [each.num_songs for each in singers] == [1] * (2 * EACH)
         assert served.backend.router.admission.num_active == 0
+
+
+def test_a_request_is_one_line_of_each_process_and_none_holds_its_text(
+    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_folder(tmp_path_factory.mktemp("model"), MARKS["plain"])
+    secret = "nobody else may read this"
+    body = json.dumps({"prompt": secret, "max_tokens": 30, "ignore_eos": True})
+    written = ("http_request", "request_done", "request_ended", "prefill_ended")
+
+    def lines() -> list[logging.LogRecord]:
+        return [each for each in caplog.records if each.getMessage() in written]
+
+    with gateway(lambda: whole_cluster(folder)) as served:
+        caplog.set_level(logging.DEBUG)
+        answered = exchange(served.host_and_port, request("/v1/completions", body))
+        until(lambda: len(lines()) == len(written))  # a line follows its answer
+        token_ids = served.backend.tokenizer.encode(secret, add_special_tokens=False)
+
+    assert Counter(each.getMessage() for each in lines()) == Counter(written)
+    assert {each.levelno for each in lines()} == {logging.INFO}
+    told = [getattr(each, ATTRIBUTE) for each in lines()]
+    assert len({each.get("router_request_id") or each["request_id"] for each in told}) == 1
+    answer = json.loads(answered.body)["choices"][0]["text"]
+    text = "\n".join(f"{each.getMessage()} {vars(each)}" for each in caplog.records)
+    for hidden in (secret, answer, str(token_ids)[1:-1]):
+        assert hidden not in text
