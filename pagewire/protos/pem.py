@@ -137,11 +137,11 @@ def read_pem(files: PemFiles) -> Pem:
         ssl.cert_time_to_seconds(shown[each]) for each in ("notBefore", "notAfter")
     )
     path, now = files.certificate.path, time.time()
-    if now >= expires_at:
-        raise PemError(files.certificate.option, f"{path} has expired, on {utc(expires_at)}")
-    if now < not_before:
-        told = f"{path} is not valid before {utc(not_before)}"
-        raise PemError(files.certificate.option, told)
+    if not not_before <= now < expires_at:
+        early = f"is not valid before {utc(not_before)}"
+        told = early if now < not_before else f"has expired, on {utc(expires_at)}"
+        allowed = "allowed: a certificate that is valid now"
+        raise PemError(files.certificate.option, f"{path} {told}; {allowed}")
     pem = Pem(
         certificate=certificate,
         key=key,
@@ -223,7 +223,8 @@ def _read(file: PemFile, *, is_secret: bool = False) -> bytes:
             content = opened.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: an impossible path
         reason = getattr(error, "strerror", None) or error
-        raise PemError(file.option, f"{file.path} cannot be read: {reason}") from error
+        told = f"{file.path} cannot be read: {reason}; allowed: a PEM file that this user can read"
+        raise PemError(file.option, told) from error
     if len(content) > MAX_FILE_BYTES:
         raise PemError(file.option, f"{file.path} has more than {MAX_FILE_BYTES} bytes")
     return content

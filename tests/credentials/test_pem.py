@@ -113,6 +113,11 @@ FAULTS: list[tuple[Callable[[TlsConfig, Authority], TlsConfig], str, str]] = [
 ]
 
 
+READABLE = "a PEM file that this user can read"
+VALID = "a certificate that is valid now"
+ALLOWED = {missing: READABLE, folder: READABLE, expired: VALID, early: VALID}
+
+
 @pytest.mark.parametrize(
     ("plant", "option", "told"), FAULTS, ids=lambda v: getattr(v, "__name__", "")
 )
@@ -129,6 +134,8 @@ def test_a_fault_is_told_with_option_and_file(
 
     expected = f"tls.{option}: {told.format(getattr(tls, option))}"
     assert str(caught.value).startswith(expected), caught.value
+    if plant in ALLOWED:
+        assert str(caught.value).endswith(f"; allowed: {ALLOWED[plant]}")
     assert "PRIVATE" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
