@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 
 from llm_engine.engine_api import EngineLike
 from llm_engine.engine_step import EngineStep, StepResult
+from pagewire.protos.call_tasks import mark_seen
 from worker.errors import EngineClosed, EngineHangs
 
 Result = TypeVar("Result")
@@ -67,6 +68,7 @@ class ThreadExecutor:
             raise self._hanging()
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._pool, work)
+        future.add_done_callback(mark_seen)  # nobody reads one that was cancelled, or hung
         deadline = loop.time() + self._max_call_s
         try:
             await asyncio.wait([future], timeout=self._max_call_s)

@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import threading
 
 import pytest
@@ -124,6 +125,33 @@ def test_a_call_that_hangs_ends_in_time_and_none_follows_it(is_cancelled: bool) 
 
     assert not engine.finished
     engine.gate.set()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_an_exception_that_nobody_waits_for_is_not_reported(is_cancelled: bool) -> None:
+    engine = GatedEngine()
+    engine.failure = RuntimeError("the device is on fire")
+    executor = ThreadExecutor(engine, max_call_s=60.0 if is_cancelled else 0.05)
+    reports: list[object] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
+        call = asyncio.create_task(run_step(executor))
+        await asyncio.to_thread(engine.started.wait, 10)
+        if is_cancelled:
+            call.cancel()
+        else:
+            await asyncio.wait([call])  # until it hangs
+        engine.gate.set()
+        with pytest.raises(asyncio.CancelledError if is_cancelled else EngineHangs):
+            await call
+        await asyncio.to_thread(executor._pool.shutdown)
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    gc.collect()
+
+    assert not reports
 
 
 def test_a_closed_executor_refuses() -> None:
