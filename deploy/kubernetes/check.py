@@ -31,6 +31,7 @@ STOPPING_S = 35
 # The annotation in which Multus, for instance, finds the further networks of a pod.
 NETWORKS = "k8s.v1.cni.cncf.io/networks"
 DNS_PORT = 53
+REPLICAS = {"replicas": 0, "minReplicas": 0, "maxReplicas": 2**31 - 1}  # where a group has none
 # Section |-> its fields in kustomize 5. Kustomize itself checks those of other sections.
 _GENERATOR = "name namespace behavior files literals envs env options"
 FIELDS = {
@@ -175,7 +176,8 @@ def _missing_places(config: ClusterConfig, cluster: Any) -> Iterator[str]:
     grow = [
         each["groupName"]
         for each in cluster["workerGroupSpecs"]
-        if cluster.get("enableInTreeAutoscaling") and each["minReplicas"] < each["maxReplicas"]
+        if cluster.get("enableInTreeAutoscaling")
+        and _replicas(each, "minReplicas") < _replicas(each, "maxReplicas")
     ]
     if grow and not config.pool_resources:
         yield (
@@ -185,7 +187,7 @@ def _missing_places(config: ClusterConfig, cluster: Any) -> Iterator[str]:
     bound = "maxReplicas" if cluster.get("enableInTreeAutoscaling") else "replicas"
     for pool, number in config.workers_of_pools.items() if config.pool_resources else ():
         places = sum(
-            each[bound] * int(each.get("resources", {}).get(f"pagewire-{pool}", 0))
+            _replicas(each, bound) * int(each.get("resources", {}).get(f"pagewire-{pool}", 0))
             for each in cluster["workerGroupSpecs"]
         )
         if number > places:
@@ -193,6 +195,10 @@ def _missing_places(config: ClusterConfig, cluster: Any) -> Iterator[str]:
                 f"cluster.yaml: {pool}: found {number} workers; allowed: {places}, as many as the "
                 f"pods' {bound} give places of pagewire-{pool}"
             )
+
+
+def _replicas(group: Any, bound: str) -> int:
+    return int(group.get(bound, REPLICAS[bound]))
 
 
 def _unlike_the_pods(config: ClusterConfig, cluster: Any) -> Iterator[str]:
@@ -265,7 +271,7 @@ def _interfaces(pod: Any) -> list[str]:
     Container runtimes call the first one eth0. Those of further networks have numbers, unless their
     annotation names them.
     """
-    annotations = pod["metadata"].get("annotations", {})
+    annotations = pod.get("metadata", {}).get("annotations", {})
     if pod["spec"].get("hostNetwork") or pod["spec"].get("resourceClaims"):
         return []
     if any("interface" in each for each in annotations):  # of another plugin, such as GKE's
@@ -283,10 +289,10 @@ def _traces_kept_in(config: ClusterConfig, cluster: Any, objects: list[Any]) -> 
     egress = [
         each["spec"]
         for each in objects
-        if each["kind"] == "NetworkPolicy" and "Egress" in each["spec"]["policyTypes"]
+        if each["kind"] == "NetworkPolicy" and _limits_egress(each["spec"])
     ]
     for group in cluster["workerGroupSpecs"] if config.tracing.endpoint else ():
-        labels = group["template"]["metadata"]["labels"]
+        labels = group["template"].get("metadata", {}).get("labels", {})
         policies = [each for each in egress if _selects(each["podSelector"], labels)]
         rules = [rule for each in policies for rule in each.get("egress") or []]
         if policies and not any(_leads_out(rule, labels) for rule in rules):
@@ -296,6 +302,10 @@ def _traces_kept_in(config: ClusterConfig, cluster: Any, objects: list[Any]) -> 
                 "with components/tracing"
             )
             return
+
+
+def _limits_egress(policy: Any) -> bool:
+    return "Egress" in policy["policyTypes"] if "policyTypes" in policy else "egress" in policy
 
 
 def _leads_out(rule: Any, labels: dict[str, str]) -> bool:

@@ -153,6 +153,28 @@ def test_what_further_networks_and_components_add_is_allowed(production, network
     assert checked(production) == 0
 
 
+def test_what_kubernetes_does_not_require_may_be_left_out(production):
+    policy = """
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata: {name: own}
+spec: {podSelector: {}, ingress: [{}]}
+"""
+    (production / "own.yaml").write_text(policy)
+    removed = "".join(
+        f"      - {{op: remove, path: /spec/workerGroupSpecs/0/{each}}}\n"
+        for each in ("minReplicas", "maxReplicas", "template/metadata")
+    )
+    replace(
+        production / KUSTOMIZATION,
+        ("components/redis", "components/autoscaling"),
+        ("resources:\n", "resources:\n  - own.yaml\n"),
+        ("patches:\n", f"patches:\n  - target: {{kind: RayCluster}}\n    patch: |\n{removed}"),
+    )
+
+    assert checked(production) == 0
+
+
 def test_the_time_to_stop_is_that_of_the_launcher():
     sleeps_s = 5  # in the hook of the container up
     assert sleeps_s + 2 * STOP_MARGIN_S + END_TIMEOUT_S + STOP_SPARE_S == STOPPING_S
