@@ -2,8 +2,8 @@
 
 Whoever is about to launch many kernels for the first time launches them twice: inside
 `compiling_ahead`, where nothing runs, and then as usual. The second time Triton finds the compiled
-kernels in its cache on the disk. Its state in memory is left alone, so that a kernel which could
-not be compiled ahead is compiled, or fails, as it would without.
+kernels in its cache on the disk. Its state in memory stays as it was. So a kernel that could not be
+compiled ahead is compiled at its launch, or fails there.
 
 Importing this module does not import Triton.
 """
@@ -40,8 +40,8 @@ def compiling_ahead() -> Iterator[None]:
 
     Raises:
         RuntimeError: Inside another one.
-        Exception: On leaving, what the compiler raised for the first kernel that failed. Before, if
-            this version of Triton differs in what is replaced here.
+        Exception: On leaving, what the compiler raised for one of the kernels. Inside, whatever a
+            launch raises if another version of Triton has changed what is replaced here.
     """
     if only_compiles():
         raise RuntimeError("compiling_ahead: found one inside another; allowed: one at a time")
@@ -52,7 +52,8 @@ def compiling_ahead() -> Iterator[None]:
             yield
         finally:
             _only_compiles.reset(token)
-    # Only now: launches would wait again and again for the interpreter's lock, which these hold.
+    # Compilations hold the interpreter's lock. They begin only now, since launches beside them
+    # would wait for it again and again.
     num_threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
     with ThreadPoolExecutor(num_threads, "compile-ahead") as threads:
         for done in as_completed([threads.submit(each) for each in compilations.values()]):

@@ -22,8 +22,8 @@ STANDARD_OUTPUTS = (1, 2)  # file descriptors
 class Stopped:
     """An event that a signal handler may set in the middle of a wait for it.
 
-    threading.Event takes a lock for both, so the handler would wait for the code that it interrupts
-    for ever.
+    threading.Event takes the same lock to set and to wait. So a handler could wait for ever for the
+    code that it has interrupted.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The processes of a Ray that is started for one cluster: those it uses, without needless waits.
 
-`ray.init` has no options for this. In a Ray whose node has other methods, it starts and waits as it
-does by itself, and tests/cluster/test_ray_doors.py fails.
+`ray.init` has no options for this. If a later Ray gives its node other methods, it starts and waits
+as it does by itself, and tests/cluster/test_ray_doors.py fails.
 """
 
 import time
@@ -12,7 +12,7 @@ from typing import Any
 from ray._private import node as ray_node  # Ray has no public name for it
 
 LOOK_PERIOD_S = 0.02
-LOOKS_S = 30.0  # as long as Ray then waits by itself, and raises; also for one answer
+LOOKS_S = 30.0  # limit of all looks, and of one; Ray itself then waits as long again, and raises
 
 
 class NodeOfOneCluster(ray_node.Node):

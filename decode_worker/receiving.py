@@ -323,7 +323,7 @@ class PrefillReceivers:
     def _forget_other_starts(self, present: WorkerIdentity) -> None:
         """Free what is kept for other starts of a prefill worker: this one has answered.
 
-        That a router names it proves nothing: with a late membership it names one that is gone.
+        A start that a router names may be gone: the router may have late news.
         """
         for other in [each for each in self._peers if each.worker_id == present.worker_id]:
             if other != present:

@@ -7,9 +7,10 @@ Two slabs alternate, so that the copy of one message overlaps the wire time of t
 is enqueued ahead and ordered by events; the host only polls the last event and the communicator.
 Slabs belong to one connection: none that an aborted message still writes can be given to another.
 
-While a message hangs since its peer died, a thread that loads a kernel waits for it, and whoever
-destroys an event waits for that thread. The thread that must first let go of the connection, before
-an abort ends the message, therefore destroys none: events are used again.
+A message hangs if its peer has died. A thread that loads a kernel then waits for the message, and a
+thread that destroys an event waits for the one that loads. Only an abort ends the message, and it
+waits until the polling thread has let go of the connection. So that thread destroys no event: each
+operation records those of the one before again.
 """
 
 import importlib

@@ -82,8 +82,8 @@ def build_forward_batch(
 def send_batch(batch: HostBatch, device: torch.device) -> ForwardBatch:
     """Send a batch to the device, in two asynchronous copies.
 
-    All tensors are aligned, whatever the numbers of tokens and slices: Triton compiles kernels
-    again for others, and `Engine.warm_up` must have loaded every kernel.
+    All tensors are aligned, whatever the numbers of tokens and slices. For others Triton would use
+    kernels that `Engine.warm_up` has not loaded.
     """
     num_fields, num_tokens = batch.of_tokens.shape
     of_tokens = np.zeros((num_fields, _aligned(num_tokens, 8)), dtype=np.int64)
@@ -100,7 +100,7 @@ def send_batch(batch: HostBatch, device: torch.device) -> ForwardBatch:
 
 
 def _aligned(size: int, item_bytes: int) -> int:
-    """Return the least size from `size` on behind which another table is aligned."""
+    """Return the least number of items, from `size` on, that ends at an aligned address."""
     step = ALIGNMENT_BYTES // item_bytes
     return -(-size // step) * step
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-TORCH = "torch._C"  # imported when the kernels of torch's libraries are known to CUDA's runtime
+TORCH = "torch._C"  # once it is imported, CUDA's runtime knows the kernels of torch's libraries
 LOOK_PERIOD_S = 0.01
 
 

@@ -39,7 +39,7 @@ from observability.logs import fields
 logger = logging.getLogger(__name__)
 
 AttentionName = Literal["auto", "torch", "triton"]
-# Those that import Triton, as the functions at the end of this file need them.
+# The functions at the end of this file need these, which import Triton.
 TRITON_MODULES = (
     "llm_engine.attention_triton",
     "llm_engine.operations_triton",
@@ -115,7 +115,7 @@ def load_engine(
     num_bytes = sum(entry.end - entry.begin for entry in tensors.values())
     began_at = time.monotonic()
     with ThreadPoolExecutor(1, "import-kernels") as importing:
-        if uses_triton:  # meanwhile; an error is left to who imports them then
+        if uses_triton:  # beside the weights; an error comes again where they are used
             importing.submit(import_kernels)
         weights = load_weights(
             config,

@@ -33,14 +33,14 @@ class PinnedReader:
         """Begin to fill a tensor, and return its pieces, which end in any order.
 
         Args:
-            out: Of the type in the file; its rows may lie apart from each other. It is filled when
-                its pieces have ended and the reader has been left then.
+            out: Of the type in the file, with at least one element. Its rows may lie apart from
+                each other. It is filled once its pieces have ended and the reader has been left.
             path: The file.
             begin: Byte in the file at which the tensor begins.
 
         Raises:
-            OSError: The file cannot be read; as all pieces may.
-            EOFError: Raised by pieces: the file ends too soon.
+            OSError: The file cannot be opened. Pieces raise it if the file cannot be read, and
+                EOFError if it ends too soon.
         """
         if path not in self._files:
             self._files[path] = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""A process until it serves, and then: its age, its garbage collection and thread switching."""
+"""A process that begins to serve: its age, its garbage collection and its thread switching."""
 
 import gc
 import os
@@ -16,8 +16,8 @@ SWITCH_S = 0.0005
 def without_collections() -> Iterator[None]:
     """Keep the collector of cyclic garbage off while entered, for imports.
 
-    They make hundreds of thousands of objects that stay, and it would look at them again and again:
-    a tenth of the time that torch takes.
+    Imports make hundreds of thousands of objects that stay. The collector would look at them again
+    and again, which takes a tenth of the import of torch.
     """
     gc.disable()
     try:

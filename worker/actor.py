@@ -207,7 +207,7 @@ class WorkerActor(ABC, Generic[Config]):
 
 
 def _note_step(event: str, worker_id: str) -> None:
-    """Log for whoever looks where the time of a start goes; worker_ready tells the whole."""
+    """Log how old the process is: a start takes the time between two of these and worker_ready."""
     log.debug(event, extra=fields(worker_id=worker_id, process_s=round(process_age_s(), 2)))
 
 
@@ -221,7 +221,7 @@ def _import_engine(device: str) -> None:
         with making_context():
             from llm_engine.load_engine import import_kernels
 
-            with suppress(ImportError):  # left to who needs them then
+            with suppress(ImportError):  # load_engine raises it where it needs them
                 import_kernels()
 
 

@@ -303,7 +303,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
     async def _judge(self, error: Exception) -> None:
         """Return if the engine still computes; otherwise end all requests and raise EngineLost."""
         self._num_failed += 1
-        # Where the step may have caused it, all that took part are told.
+        # If the step may be the cause, all requests that took part are told.
         if is_device_lost(error):
             reason: WorkerError = PassFailed("the pass that computed for it lost the device")
         elif isinstance(error, EngineHangs):
