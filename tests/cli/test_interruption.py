@@ -269,7 +269,7 @@ def interrupt(frame, event, _):
             os.kill(os.getpid(), signal.SIGINT)
     return interrupt
 
-for n in range(1, 60):
+for n in range(1, 30):
     lines = n
     with StopSignals() as signals:
         sys.settrace(interrupt)
