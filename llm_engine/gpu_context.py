@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 
 TORCH = "torch._C"  # once it is imported, CUDA's runtime knows the kernels of torch's libraries
 LOOK_PERIOD_S = 0.01
+LONGEST_S = 60.0  # after the import; a driver that takes longer is left to torch
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def making_context() -> Iterator[None]:
         yield
     finally:
         has_ended.set()
-        maker.join()
+        maker.join(LONGEST_S)
 
 
 def _make_context(has_ended: threading.Event) -> None:
