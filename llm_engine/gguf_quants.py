@@ -14,6 +14,8 @@ from torch import Tensor
 
 from llm_engine.gguf_file import BLOCKS
 
+# Types that are no blocks, as files of both formats call them.
+PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NIBBLES = (0, 4)  # shifts that split a byte
 PAIRS = (0, 2, 4, 6)
 BITS = tuple(range(8))
@@ -26,8 +28,8 @@ def dequantize(raw: Tensor, type_name: str) -> Tensor:
         raw: uint8 [rows, bytes of a row], contiguous.
         type_name: A key of gguf_file.BLOCKS.
     """
-    if type_name in _PLAIN:
-        return raw.view(_PLAIN[type_name]).float()
+    if type_name in PLAIN_DTYPES:
+        return raw.view(PLAIN_DTYPES[type_name]).float()
     blocks = raw.view(-1, BLOCKS[type_name][1])
     return _BLOCK_READERS[type_name](blocks).view(len(raw), -1)
 
@@ -127,7 +129,6 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return _half(blocks, 0) * scales, _half(blocks, 2) * minima
 
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCK_READERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,

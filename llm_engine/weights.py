@@ -20,13 +20,12 @@ from attn_kernels.linear.plan import GATE_GROUP
 from llm_engine.checkpoint import Tensors
 from llm_engine.errors import CheckpointCorrupt
 from llm_engine.gguf_checkpoint import GGUFTensorEntry
+from llm_engine.gguf_quants import PLAIN_DTYPES
 from llm_engine.gguf_weights import fill_from_gguf
 from llm_engine.model_config import ModelConfig
 from llm_engine.pinned_reader import reading_pinned
 
 READER_DEVICES = ("cuda",)  # others get the weights out of mapped files, without a further copy
-# A file's name of a type |-> torch's.
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +163,7 @@ class _Loader:
         with self._told(name):
             if isinstance(entry, GGUFTensorEntry):
                 fill_from_gguf(rows, entry)
-            elif self._reader is not None and DTYPES[entry.dtype] == rows.dtype:
+            elif self._reader is not None and PLAIN_DTYPES[entry.dtype] == rows.dtype:
                 pieces = self._reader.fill(rows, entry.path, entry.begin)
                 self._pieces.append((name, pieces))
                 return
