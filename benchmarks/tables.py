@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
 TRANSFERS_RESULT = "transfers-h200-x2.json"
-REPLAY_RESULT = "disaggregation-h100-x2.json"
 POOL_ARMS = ("disaggregated", "aggregated")
 REGION = re.compile(r"(?s)(<!-- table: ([a-z-]+) -->\n).*?(<!-- end of table -->)")
 
@@ -105,7 +104,7 @@ def engine_step() -> str:
 def pools() -> str:
     """The same work on two GPUs, as two pools and without a prefill worker."""
     # The replay was not measured again when the transfers were.
-    rows = _rows_of(REPLAY_RESULT) | _rows_of(TRANSFERS_RESULT)
+    rows = _rows_of("disaggregation-h100-x2.json") | _rows_of(TRANSFERS_RESULT)
     figures = (
         ("itl", "chats beside long prompts: between tokens, p50", "itl_ms_p50", "ms"),
         ("itl", "p99", "itl_ms_p99", "ms"),
