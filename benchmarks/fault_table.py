@@ -86,9 +86,10 @@ Times are the median and the longest of a row's runs.
   Llama-3.2-1B's shape; a hang lasts ten seconds.
 
 Three of the seven clusters on H200s whose prefill worker was killed during transfers stopped at a
-kill that this table leaves out: the decode worker hung, and so did its streams
+kill that this table leaves out. Their decode worker hung, and its streams waited for another one,
+which these clusters did not have
 ([lab book](experiments.md#2026-11-26-two-h200s-and-a-kill-that-hung)). The cause has been removed
-since; kills over NCCL have not run again.
+since. Kills over NCCL have not run again.
 
 Measured by `python -m benchmarks.disaggregation --cases 'kill/*' 'hang/*'`, with further arguments
 that the files name: {sources}.
