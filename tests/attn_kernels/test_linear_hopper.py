@@ -1,13 +1,9 @@
 """The linear layer for Hopper: emulated and compiled on any host, run on a GPU for its bits."""
 
-import inspect
 import re
-from collections.abc import Callable
-from copy import copy
 
 import pytest
 import torch
-from triton.experimental.gluon._runtime import GluonJITFunction
 
 from attn_kernels.errors import DtypeError, ShapeError, StrideError
 from attn_kernels.linear import bodies_hopper, launch_hopper
@@ -16,7 +12,7 @@ from attn_kernels.linear.launch_triton import LinearTile
 from attn_kernels.linear.plan import HOPPER_TILES, HopperLinearTile, hopper_tile
 from tests.attn_kernels.sm90 import compile_launch, launches_of, ptxas_notes
 from tests.attn_kernels.test_linear import MAX_SHARED_BYTES, check, check_gated, operands, randn
-from tests.support.gluon_emulator import DeadlockError, HazardError, emulated
+from tests.support.gluon_emulator import DeadlockError, HazardError, edited, emulated
 
 BF16 = torch.bfloat16
 NAN = float("nan")
@@ -84,17 +80,6 @@ def test_no_order_of_events_changes_the_result(tile: HopperLinearTile) -> None:
 
     for seed in range(1, 6):
         assert torch.equal(emulate(x, weight, tile, seed=seed), expected)
-
-
-def edited(jit: GluonJITFunction, old: str, new: str) -> GluonJITFunction:
-    """Return a kernel's function with a piece of its source replaced."""
-    source = inspect.getsource(jit.fn).removeprefix("@gluon.jit\n")
-    assert source.count(old) == 1, old
-    scope: dict[str, Callable[..., None]] = {}
-    exec(source.replace(old, new), vars(bodies_hopper), scope)
-    twin = copy(jit)
-    twin.fn = scope[jit.fn.__name__]
-    return twin
 
 
 # Each of them is needed, and the emulation sees it if one is not there.

@@ -1,12 +1,13 @@
-"""The prefill kernel for Hopper: compiled on any host, run on a GPU against the reference."""
+"""The prefill kernel for Hopper: emulated and compiled on any host, run on a GPU."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from attn_kernels.errors import ShapeError, StrideError
-from attn_kernels.prefill import launch_hopper
+from attn_kernels.prefill import bodies_hopper, launch_hopper
 from attn_kernels.prefill.launch import PrefillAttention
 from attn_kernels.prefill.launch_hopper import HopperTile
 from attn_kernels.prefill.launch_triton import PrefillTile
@@ -14,6 +15,7 @@ from attn_kernels.prefill.plan import PrefillCapacity
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case
 from tests.attn_kernels.sm90 import Compiled, compile_launch, launches_of
 from tests.attn_kernels.sm90_shapes import BF16, FP16, KERNELS, WINDOW, Shape, compiled_with
+from tests.support.gluon_emulator import DeadlockError, HazardError, edited, emulated
 
 MAX_SHARED_BYTES = 227 * 1024
 MAX_SPILL_BYTES = 16  # a scalar or two of the start: warps begin with few registers
@@ -62,6 +64,162 @@ on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
     reason="no Hopper GPU",
 )
+
+
+def case_of(
+    qo_lens: list[int], kv_lens: list[int], shape: Shape, device: str = "cuda"
+) -> PagedCase:
+    return make_case(
+        qo_lens,
+        kv_lens,
+        num_qo_heads=shape.num_qo_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        page_size=shape.page_size,
+        dtype=shape.dtype,
+        device=device,
+    )
+
+
+def planned(
+    case: PagedCase, window: int | None = None, *, tile: HopperTile | None = None
+) -> PrefillAttention:
+    attention = PrefillAttention(
+        case.pages,
+        num_qo_heads=case.num_qo_heads,
+        scale=case.scale,
+        sliding_window=window,
+        tile=tile,
+    )
+    assert isinstance(attention.tile, HopperTile), "the shipped choice on this GPU"
+    attention.plan(case.qo_lens, case.kv_lens)
+    return attention
+
+
+def run(
+    attention: PrefillAttention, case: PagedCase, *, lse: torch.Tensor | None = None
+) -> torch.Tensor:
+    tables = (case.kv_page_indptr, case.kv_page_indices)
+    return attention.run(case.q, case.layer, *tables, lse=lse)
+
+
+def prefill(
+    case: PagedCase, window: int | None = None, *, tile: HopperTile | None = None
+) -> torch.Tensor:
+    return run(planned(case, window, tile=tile), case)
+
+
+def emulate(
+    case: PagedCase,
+    window: int | None = None,
+    *,
+    lse: torch.Tensor | None = None,
+    tile: HopperTile | None = None,
+    seed: int = 0,
+) -> torch.Tensor:
+    with emulated(seed):
+        return run(planned(case, window, tile=tile or HopperTile()), case, lse=lse)
+
+
+def small(qo_lens: list[int], kv_lens: list[int], shape: Shape) -> PagedCase:
+    return case_of(qo_lens, kv_lens, shape, "cpu")
+
+
+# Rows of one, two and several tiles, which see one and several tiles of keys and end within one
+FEW_QO_LENS, FEW_KV_LENS = [1, 40, 0, 70, 7], [300, 40, 9, 270, 128]
+FEW = Shape(4, 1, 64, 32, BF16)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(4, 2, 128, 64, BF16, has_lse=True),
+        Shape(7, 1, 128, 16, BF16, has_lse=True),
+        Shape(5, 1, 64, 32, FP16, 100),
+        Shape(2, 2, 64, 128, BF16, 30, has_lse=True),
+    ],
+    ids=str,
+)
+def test_the_emulated_kernel_is_as_accurate_as_eager_attention(shape: Shape):
+    case = small(FEW_QO_LENS, FEW_KV_LENS, shape)
+    lse = torch.empty(case.q.shape[:2]) if shape.has_lse else None
+
+    out = emulate(case, shape.sliding_window, lse=lse)
+
+    assert_close(out, case, shape.sliding_window, lse=lse)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_no_order_of_events_and_no_number_of_programs_changes_a_bit(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    case = small(FEW_QO_LENS, FEW_KV_LENS, FEW)
+    expected = emulate(case, window)
+
+    for seed, num_programs in enumerate((1, 2, 3, 50), 1):
+        monkeypatch.setattr(launch_hopper, "programs_for", lambda *_, n=num_programs: n)
+        assert torch.equal(emulate(case, window, seed=seed), expected)
+    assert torch.equal(emulate(case, window, tile=HopperTile(k_stages=3, v_stages=3)), expected)
+
+
+def test_a_token_has_the_same_bits_however_its_prompt_was_cut():
+    num_tokens = 290
+    whole = small([num_tokens], [num_tokens], FEW)
+    expected = emulate(whole)
+
+    for first in (0, 127, 128, 129, 200, num_tokens - 1):
+        cut = replace(whole, q=whole.q[first:].contiguous(), qo_lens=[num_tokens - first])
+        assert torch.equal(emulate(cut), expected[first:])
+
+
+# Each of them is needed, and the emulation sees it if one is not there.
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("copy_keys_and_values", "mbarrier.wait(k_empty.index(stage), phase ^ 1)", "pass"),
+        ("copy_keys_and_values", "mbarrier.wait(v_empty.index(stage), phase ^ 1)", "pass"),
+        ("attend", "mbarrier.wait(k_full.index(0), 0)", "pass"),
+        ("attend", "mbarrier.wait(v_full.index(value_stage), value_phase)", "pass"),
+        ("attend", "async_copy.wait_group(0)\n            fence", "fence"),
+        ("attend", "    async_copy.wait_group(0)\n    fence_async_shared()\n", "    pass\n"),
+        (
+            "attend",
+            "fence_async_shared()\n            mbarrier",
+            "mbarrier",
+        ),
+        (
+            "attend",
+            "            s = warpgroup_mma_wait(1, deps=[s])\n"
+            "            mbarrier.arrive(k_empty.index(stage), count=1)\n"
+            "            if",
+            "            if",
+        ),
+        (
+            "attend",
+            "mbarrier.arrive(v_empty.index(value_stage), count=1)\n            acc = acc *",
+            "acc = acc *",
+        ),
+        ("attend", "clear_tail(v_parts, value_stage, tail, BLOCK_N, HALVES)", "pass"),
+        ("attend", "    if WARPGROUP == 1:\n        pass_turn(1)\n", ""),
+        ("attend", "q_bufs.index((index + 1) % 2)", "q_bufs.index(index % 2)"),
+    ],
+)
+def test_the_emulation_sees_what_the_kernel_forgets(
+    monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str
+):
+    case = small(FEW_QO_LENS, FEW_KV_LENS, FEW)
+    monkeypatch.setattr(launch_hopper, "programs_for", lambda *_: 2)
+    expected = emulate(case)
+
+    def is_right(seed: int) -> bool:
+        try:
+            return torch.equal(emulate(case, seed=seed), expected)
+        except (DeadlockError, HazardError):
+            return False
+
+    assert all(map(is_right, range(3)))
+    monkeypatch.setattr(bodies_hopper, name, edited(getattr(bodies_hopper, name), old, new))
+    assert not all(map(is_right, range(3)))
 
 
 def compiled(shape: Shape) -> Compiled:
@@ -144,47 +302,6 @@ def test_queries_at_an_odd_address_are_refused(device: str):
 
     with pytest.raises(StrideError, match=r"q begins at address .* must be a multiple of 16"):
         attention.run(q, 0, table, table)
-
-
-def case_of(qo_lens: list[int], kv_lens: list[int], shape: Shape) -> PagedCase:
-    return make_case(
-        qo_lens,
-        kv_lens,
-        num_qo_heads=shape.num_qo_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        page_size=shape.page_size,
-        dtype=shape.dtype,
-        device="cuda",
-    )
-
-
-def planned(
-    case: PagedCase, window: int | None = None, *, tile: HopperTile | None = None
-) -> PrefillAttention:
-    attention = PrefillAttention(
-        case.pages,
-        num_qo_heads=case.num_qo_heads,
-        scale=case.scale,
-        sliding_window=window,
-        tile=tile,
-    )
-    assert isinstance(attention.tile, HopperTile), "the shipped choice on this GPU"
-    attention.plan(case.qo_lens, case.kv_lens)
-    return attention
-
-
-def run(
-    attention: PrefillAttention, case: PagedCase, *, lse: torch.Tensor | None = None
-) -> torch.Tensor:
-    tables = (case.kv_page_indptr, case.kv_page_indices)
-    return attention.run(case.q, case.layer, *tables, lse=lse)
-
-
-def prefill(
-    case: PagedCase, window: int | None = None, *, tile: HopperTile | None = None
-) -> torch.Tensor:
-    return run(planned(case, window, tile=tile), case)
 
 
 @pytest.mark.gpu

@@ -2,19 +2,22 @@
 
 Triton's interpreter does not know Gluon. Here a kernel's Python source runs in a language of its
 own, just large enough for products of specialized warps. Partitions are threads of which one runs
-at a time, in an order drawn from a seed. What the hardware does in its own time happens as early or
-as late as it may: the target of a copy to shared memory is NaN until the copy arrives, a copy to
-global memory reads its source when it is waited for or before, and a product reads its operands
-when it is issued, or not before it is waited for. So a kernel that forgets a wait computes NaN or
-stale numbers, and one that waits for what never comes raises DeadlockError.
+at a time, in an order drawn from a seed; programs run one after the other, in such an order, too.
+What the hardware does in its own time happens as early or as late as it may: the target of a copy
+to shared memory is NaN until the copy arrives, a copy to global memory reads its source when it is
+waited for or before, and a product reads its operands when it is issued, or not before it is waited
+for. So a kernel that forgets a wait computes NaN or stale numbers, and one that waits for what
+never comes raises DeadlockError.
 
 Layouts, registers and swizzles do not exist here: the compiler answers for those (sm90.py).
 """
 
+import inspect
 import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -51,12 +54,23 @@ def emulated(seed: int) -> Iterator[None]:
         if not isinstance(self, GluonJITFunction):
             return run_otherwise(self, *args, grid=grid, warmup=warmup, **options)
         given = {name: options[name] for name in self.arg_names if name in options}
-        for program in range(grid[0]):
+        for program in draw.sample(range(grid[0]), grid[0]):
             _Program(program, grid[0], draw).run(self, args, given)
         return None
 
     with patched(run=run, call=JITFunction.__call__):
         yield
+
+
+def edited(jit: GluonJITFunction, old: str, new: str) -> GluonJITFunction:
+    """Return a kernel's function with a piece of its source replaced."""
+    source = inspect.getsource(jit.fn).removeprefix("@gluon.jit\n")
+    assert source.count(old) == 1, old
+    scope: dict[str, Callable[..., None]] = {}
+    exec(source.replace(old, new), jit.fn.__globals__, scope)
+    twin = copy(jit)
+    twin.fn = scope[jit.fn.__name__]
+    return twin
 
 
 @dataclass(eq=False)
@@ -82,7 +96,9 @@ class _Barrier:
 class _Partition:
     products: list[Callable[[], None]] = field(default_factory=list)  # under way
     stores: list[Callable[[], None]] = field(default_factory=list)
-    has_fenced: bool = True  # since its last store to shared memory
+    copies: list[Callable[[], None]] = field(default_factory=list)  # by its threads
+    unfenced: set[int] = field(default_factory=set)  # shared memory that it wrote, by address
+    has_met: bool = True  # all of its threads have, since its last store to global memory
     is_blocked: Callable[[], bool] = lambda: False
     is_done: bool = False
 
@@ -93,6 +109,7 @@ class _Shared:
 
     data: Tensor
     program: "_Program"
+    layout: object = None
 
     @property
     def shape(self) -> list[int]:
@@ -109,11 +126,37 @@ class _Shared:
     def permute(self, order: tuple[int, ...]) -> "_Shared":
         return _Shared(self.data.permute(order), self.program)
 
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> "_Parts":
+        assert dtype == self.dtype
+        return _Parts(self, shape)
+
+    def load(self, layout: object) -> Tensor:
+        return self.data.clone()
+
     def store(self, value: Tensor) -> None:
         assert value.shape == self.data.shape
         assert value.dtype == self.data.dtype
         self.data.copy_(value)
-        self.program.now.has_fenced = False
+        self.program.now.unfenced.add(self.data.data_ptr())
+
+
+@dataclass(eq=False)
+class _Parts:
+    """Tiles of shared memory as they lie there: column blocks, each cut into groups of rows."""
+
+    tiles: _Shared  # [tiles, rows, columns]
+    shape: list[int]  # [parts, rows of a part, columns of a part]
+
+    def index(self, index: int) -> _Shared:
+        num_tiles, num_rows, num_columns = self.tiles.shape
+        _, rows, columns = self.shape
+        per_block, per_tile = num_rows // rows, num_rows // rows * (num_columns // columns)
+        assert num_tiles * per_tile == self.shape[0]
+        assert 0 <= index < self.shape[0]
+        block, part = divmod(index % per_tile, per_block)
+        tile = self.tiles.data[index // per_tile]
+        part_of_tile = tile.narrow(0, part * rows, rows).narrow(1, block * columns, columns)
+        return _Shared(part_of_tile, self.tiles.program)
 
 
 class _Matrix:
@@ -136,7 +179,7 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _Pointer:
-    base: Tensor
+    base: Tensor  # flat
     offsets: Tensor | int = 0
 
     def __add__(self, offsets: Tensor | int) -> "_Pointer":
@@ -151,16 +194,17 @@ class _Program:
         self.now = _Partition()
         self._partitions = [self.now]
         self._loads: list[Callable[[], None]] = []
-        self._functions: dict[GluonJITFunction, Callable[..., Any]] = {}
+        self._functions: dict[JITFunction, Callable[..., Any]] = {}
         self._turn = threading.Condition()
         self._error: BaseException | None = None
+        self._turns = [0, 0]  # of two warpgroups, passed and not taken
 
     def run(self, kernel: GluonJITFunction, args: tuple[Any, ...], options: Names) -> None:
         """Run it to its end."""
         inside = [
             _Matrix(each)
             if hasattr(each, "block_shape")
-            else _Pointer(each)
+            else _Pointer(each.view(-1))
             if isinstance(each, Tensor)
             else each
             for each in args
@@ -169,15 +213,20 @@ class _Program:
         if self._loads or any(each.stores or each.products for each in self._partitions):
             raise HazardError("the program ends before what it has under way")
 
-    def _function(self, jit: GluonJITFunction) -> Callable[..., Any]:
+    def _function(self, jit: JITFunction) -> Callable[..., Any]:
         """Return a kernel's source as a function in the language of the emulation."""
+        # Those written in assembly
         if jit is warpgroups.narrow:
             return Tensor.to
+        if jit is warpgroups.wait_for_turn:
+            return self._wait_for_hardware_turn
+        if jit is warpgroups.pass_turn:
+            return self._pass_hardware_turn
         if jit not in self._functions:
             names = dict(jit.fn.__globals__)
             self._functions[jit] = FunctionType(jit.fn.__code__, names)
             for name, value in names.items():
-                if isinstance(value, GluonJITFunction):
+                if isinstance(value, JITFunction):
                     names[name] = self._function(value)
                 elif isinstance(value, language.constexpr):
                     names[name] = value.value
@@ -189,24 +238,37 @@ class _Program:
             constexpr=None,
             float32=torch.float32,
             int64=torch.int64,
+            int1=torch.bool,
             static_range=range,
             program_id=lambda axis: self._program,
             num_programs=lambda axis: self._num_programs,
-            minimum=min,
-            maximum=max,
-            where=lambda condition, yes, no: yes if condition else no,
+            minimum=lambda a, b: _either(torch.minimum, min, a, b),
+            maximum=lambda a, b: _either(torch.maximum, max, a, b),
+            where=_where,
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+            full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+            zeros_like=torch.zeros_like,
             arange=lambda start, end, layout: torch.arange(start, end),
             exp=torch.exp,
+            exp2=torch.exp2,
+            log2=torch.log2,
+            fma=_fused,
+            max=torch.amax,
+            sum=torch.sum,
             expand_dims=torch.unsqueeze,
             reshape=torch.reshape,
             permute=torch.permute,
             split=lambda value: value.unbind(-1),
-            convert_layout=lambda value, layout, assert_trivial: value,
+            convert_layout=lambda value, layout, assert_trivial=False: value,
             load=_load,
+            store=self._store,
+            atomic_add=self._atomic_add,
             allocate_shared_memory=self._allocate,
             warp_specialize=self._specialize,
             NVMMADistributedLayout=lambda *parts: None,
+            NVMMASharedLayout=lambda *parts: None,
+            DotOperandLayout=lambda *parts: None,
+            BlockedLayout=lambda *parts: None,
             SliceLayout=lambda *parts: None,
         )
         mbarrier = SimpleNamespace(
@@ -221,11 +283,19 @@ class _Program:
             async_copy_shared_to_global=self._copy_out,
             store_wait=self._wait_for_stores,
         )
+        async_copy = SimpleNamespace(
+            async_copy_global_to_shared=self._copy_by_threads,
+            commit_group=lambda: None,
+            wait_group=self._wait_for_copies,
+        )
         return {
             "gl": gl,
+            "tl": gl,
             "mbarrier": mbarrier,
             "tma": tma,
-            "fence_async_shared": lambda: setattr(self.now, "has_fenced", True),
+            "async_copy": async_copy,
+            "barrier": lambda: setattr(self.now, "has_met", True),
+            "fence_async_shared": lambda: self.now.unfenced.clear(),
             "warpgroup_mma": self._multiply,
             "warpgroup_mma_wait": self._wait_for_products,
         }
@@ -298,7 +368,52 @@ class _Program:
         self._wait_for_turn(mine)
         mine.is_blocked = lambda: False
 
+    def _wait_for_hardware_turn(self, warpgroup: int) -> None:
+        mine = self.now
+        mine.is_blocked = lambda: not self._turns[warpgroup]
+        self._pass_turn()
+        self._wait_for_turn(mine)
+        mine.is_blocked = lambda: False
+        self._turns[warpgroup] -= 1
+
+    def _pass_hardware_turn(self, warpgroup: int) -> None:
+        if self._turns[1 - warpgroup]:
+            raise HazardError("a turn is passed twice: the barrier would end without its waiter")
+        self._turns[1 - warpgroup] += 1
+
+    # Global memory
+
+    def _store(self, pointer: _Pointer, value: Any, mask: Tensor | None = None) -> None:
+        if isinstance(pointer.offsets, int):
+            pointer.base[pointer.offsets] = value
+        else:
+            inside = torch.broadcast_to(torch.tensor(True) if mask is None else mask, value.shape)
+            offsets = torch.broadcast_to(pointer.offsets, value.shape)
+            pointer.base[offsets[inside]] = value[inside]
+        self.now.has_met = False
+
+    def _atomic_add(self, pointer: _Pointer, value: int, *, sem: str, scope: str) -> int:
+        assert (sem, scope) == ("acq_rel", "gpu")
+        if not self.now.has_met:
+            raise HazardError("one thread releases what others stored, and did not wait for them")
+        before = int(pointer.base[pointer.offsets])
+        pointer.base[pointer.offsets] = before + value
+        return before
+
     # Copies
+
+    def _copy_by_threads(self, target: _Shared, source: _Pointer, mask: Tensor) -> None:
+        target.data[mask] = NAN
+
+        def arrive() -> None:
+            target.data[mask] = source.base[source.offsets[mask]]
+            self.now.unfenced.add(target.data.data_ptr())
+
+        self.now.copies.append(arrive)
+
+    def _wait_for_copies(self, pendings: int) -> None:
+        while len(self.now.copies) > pendings:
+            self.now.copies.pop(0)()
 
     def _copy_in(
         self, source: _Matrix, start: list[int], barrier: _Barrier, target: _Shared
@@ -316,7 +431,7 @@ class _Program:
 
     def _copy_out(self, target: _Matrix, start: list[int], source: _Shared) -> None:
         assert source.shape == target.block_type.shape
-        if not self.now.has_fenced:
+        if source.data.data_ptr() in self.now.unfenced:
             raise HazardError("no fence between a store to shared memory and a copy from there")
 
         def read() -> None:
@@ -332,13 +447,33 @@ class _Program:
 
     # Products
 
-    def _multiply(self, first: _Shared, second: _Shared, acc: Tensor, *, is_async: bool) -> Tensor:
+    def _multiply(
+        self,
+        first: _Shared | Tensor,
+        second: _Shared,
+        acc: Tensor,
+        *,
+        use_acc: bool = True,
+        is_async: bool,
+    ) -> Tensor:
         assert is_async
+        if not use_acc:
+            acc = torch.full_like(acc, NAN)
         is_early = self._draw.random() < 0.3
-        operands = [
-            each.data.float().clone() if is_early else each.data for each in (first, second)
-        ]
-        self.now.products.append(lambda: _add_product(acc, *operands))
+        operands = []
+        for each in (first, second):
+            is_shared = isinstance(each, _Shared)
+            if is_shared and each.data.data_ptr() in self.now.unfenced:
+                raise HazardError("no fence between a store to shared memory and a product")
+            data = each.data if is_shared else each
+            operands.append(data.float().clone() if is_early else data)
+
+        def work() -> None:
+            if not use_acc:
+                acc.zero_()
+            _add_product(acc, *operands)
+
+        self.now.products.append(work)
         return acc
 
     def _wait_for_products(
@@ -349,7 +484,31 @@ class _Program:
         return deps[0] if len(deps) == 1 else tuple(deps)
 
 
-def _load(pointer: _Pointer, mask: Tensor, other: float) -> Tensor:
+def _either(of_tensors: Any, of_numbers: Any, a: Any, b: Any) -> Any:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return of_tensors(torch.as_tensor(a), torch.as_tensor(b))
+    return of_numbers(a, b)
+
+
+def _where(condition: Any, yes: Any, no: Any) -> Any:
+    if isinstance(condition, Tensor):
+        return torch.where(condition, yes, no)
+    return yes if condition else no
+
+
+def _fused(a: Tensor, b: Any, c: Any) -> Tensor:
+    """Return a * b + c, rounded once: a product of two float32 is exact in float64."""
+    b, c = (each.double() if isinstance(each, Tensor) else each for each in (b, c))
+    return (a.double() * b + c).float()
+
+
+def _load(
+    pointer: _Pointer, mask: Tensor | None = None, other: float = NAN, cache_modifier: str = ""
+) -> Any:
+    if isinstance(pointer.offsets, int):
+        return pointer.base[pointer.offsets].item()
+    if mask is None:
+        return pointer.base[pointer.offsets]
     inside = torch.where(mask, pointer.offsets, 0)
     return torch.where(mask, pointer.base[inside], other)
 
