@@ -338,7 +338,7 @@ def test_without_the_engine_routers_and_gateways_start_and_the_rest_says_what_is
     assert (refused.returncode, "--keys: /nowhere cannot be read" in refused.stderr) == (2, True)
     assert "for the cluster at 127.0.0.1:1" in started[0]
     assert "no connection to 127.0.0.1:1" in started[1], "that of its router alone is missing"
-    assert (serve.returncode, serve.stdout) == (2, "")
+    assert (serve.returncode, serve.stdout) == (2, ""), serve.stderr
     assert re.fullmatch(
         r"error: this needs (ray|torch): `pip install . './server\[engine\]'` in Pagewire's "
         r"repository\n",
