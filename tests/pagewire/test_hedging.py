@@ -60,7 +60,7 @@ def test_by_default_a_slow_router_is_waited_for():
 
 
 def test_a_router_that_answers_in_time_is_the_only_one_asked():
-    text, _, other = generate(says("a", before_end_s=0.5), says("b"))
+    text, _, other = generate(says("a", before_end_s=1.3), says("b"), hedge_after_s=1.0)
 
     assert (text, len(other.requests)) == ("aa", 0)
 
