@@ -75,10 +75,11 @@ worker gets SIGKILL, or SIGSTOP for ten seconds. Afterwards the same prompts run
 fault. Each cluster shared the GPUs with others, whose workers were also hit.
 
 | {heads} |
-|---|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|
+|---|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|
 {lines}
-Times are the median and the longest of a row's runs.
+Pauses are those of all streams of a row's runs; other times are the median and the longest run.
 
+- *Pause*: the longest time that a stream waited for a token after the fault. Empty: not recorded.
 - *Noticed*: the router gives the worker no more work.
 - *Pages free*: no transfer can read or write a page of the other worker any more. Empty: that
   worker reported no failed transfer.
@@ -96,7 +97,7 @@ that the files name: {sources}.
 """
 KILLS_HEADS = (
     *("Pages over", "Worker", "Fault", "Moment", "On", "Runs", "Requests", "Failed"),
-    *("Wrong tokens", "Noticed", "Pages free", "Moves again"),
+    *("Wrong tokens", "Pause, p50 and p99", "Noticed", "Pages free", "Moves again"),
 )
 CORRUPTION = """
 ## Corrupted pages
@@ -159,7 +160,8 @@ def kills(results: dict[str, dict[str, Any]]) -> str:
         cells = (
             *(carrier, side, "SIGSTOP, 10 s" if hangs else "SIGKILL", moment, where, row["times"]),
             *(row["times"] * row["streams"], row["lost_requests"], row["wrong_tokens"]),
-            *(_median_and_longest(row, name) for name in ("noticed_ms", "quiet_ms", "usable_ms")),
+            _pause(row),
+            *(_times(row, name, f"{name}_max") for name in ("noticed_ms", "quiet_ms", "usable_ms")),
         )
         lines.append(f"| {' | '.join(map(str, cells))} |\n")
     return KILLS.format(
@@ -168,11 +170,6 @@ def kills(results: dict[str, dict[str, Any]]) -> str:
         lines="".join(lines),
         sources=",\n".join(f"[{name}](../benchmarks/results/{name})" for name in results),
     )
-
-
-def _median_and_longest(row: dict[str, Any], name: str) -> str:
-    times = (row.get(each) for each in (name, f"{name}_max"))
-    return ", ".join(_seconds(each) for each in times if each is not None)
 
 
 def _measured_on(result: dict[str, Any]) -> str:
@@ -206,10 +203,9 @@ Besides {total["transfers"]:,} damaged transfers, {total["whole_transfers"]:,} u
 def _lines(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
     for case, fault in FAULTS.items():
         if row := rows.get(case):
-            pause = f"{_seconds(row['pause_ms_p50'])}, {_seconds(row['pause_ms_p99'])}"
             cells = (
                 *(fault.what, row["times"], row["requests"], row["failed_requests"]),
-                *(row["wrong_tokens"], pause, _seconds(row["late_ms_p99"])),
+                *(row["wrong_tokens"], _pause(row), _seconds(row["late_ms_p99"])),
                 f"{row['whole_s_p50']:.0f} s",
             )
             yield f"| {' | '.join(map(str, cells))} |\n"
@@ -228,6 +224,14 @@ def _notes(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
         if told:
             what = fault.what[0].upper() + fault.what[1:]
             yield f"\n{what}: {'; '.join(told)}. {NOTES.get(case, '')}".rstrip() + "\n"
+
+
+def _pause(row: dict[str, Any]) -> str:
+    return _times(row, "pause_ms_p50", "pause_ms_p99")
+
+
+def _times(row: dict[str, Any], *names: str) -> str:
+    return ", ".join(_seconds(row[name]) for name in names if name in row)
 
 
 def _seconds(ms: float) -> str:

@@ -33,7 +33,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.case_runs import selected
@@ -46,7 +45,7 @@ from benchmarks.kills import count_differences
 from benchmarks.measured_host import conditions
 from benchmarks.prompts import Seeds, StreamSpec, wave
 from benchmarks.result_file import ResultFile, say
-from benchmarks.stream_statistics import Row, StreamRecord, percentile
+from benchmarks.stream_statistics import Row, StreamRecord, longest_pause_ms, percentile
 from cluster.demo_model import demo_model_dir
 
 STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 12, 320, 400  # with nothing in common: on both workers
@@ -116,12 +115,6 @@ def run_once(fault: Fault, cluster: HostedCluster, clients: ClientProcesses, see
         "late_ms": round(max(_first_ms(each) for each in records[STREAMS:])),
         "whole_s": round(whole_s, 1),
     }
-
-
-def longest_pause_ms(record: StreamRecord, since: float) -> float:
-    """Return the longest time before a token that came after a moment, ms; 0: none came."""
-    pairs = pairwise([record.started, *record.times])
-    return max((1e3 * (after - before) for before, after in pairs if after > since), default=0.0)
 
 
 def _first_ms(record: StreamRecord) -> float:

@@ -3,6 +3,7 @@
 Streams begin, and one worker gets SIGKILL, or SIGSTOP for ten seconds, before, during or after
 their pages move. The cluster is observed until a new request moves pages again. The same prompts
 then run once more: their greedy tokens are those that the interrupted streams must have had.
+`pauses_ms` has the longest time that each stream which ended waited for a token after the fault.
 """
 
 import os
@@ -16,7 +17,14 @@ from typing import Any
 from benchmarks.case_runs import CaseFailed, OutOfTime, Run
 from benchmarks.measured_host import gpu_memory_of
 from benchmarks.prompts import token_ids, wave
-from benchmarks.stream_statistics import Row, StreamRecord, percentile, work_done
+from benchmarks.stream_statistics import (
+    Row,
+    StreamRecord,
+    longest_pause_ms,
+    percentile,
+    percentiles,
+    work_done,
+)
 from pagewire import ClusterStatus, PagewireError, WorkerStatus
 
 FAULTS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP}
@@ -74,6 +82,7 @@ def sum_up(rounds: Sequence[Row]) -> Row:
         if values := [each[name] for each in rounds if each[name] is not None]:
             found[name] = round(percentile(values, 50), 1)
             found[f"{name}_max"] = round(max(values), 1)
+    found |= percentiles([pause for each in rounds for pause in each["pauses_ms"]], "pause_ms", 1)
     if grown := [growth for each in rounds for growth in each["memory_grew_mib"]]:
         found["memory_grew_mib"] = max(grown)
     return {"ms": found["usable_ms"], **found, "rounds": rounds}
@@ -117,6 +126,9 @@ def _strike_once(fault: signal.Signals, victim: str, moment: str, run: Run) -> R
         ),
         "errors": sorted({record.error for record in records if record.error}),
         **seen,
+        "pauses_ms": [
+            round(longest_pause_ms(each, struck_at), 1) for each in records if not each.error
+        ],
         "last_ms": max(
             (round(1e3 * (each.times[-1] - struck_at), 1) for each in records if each.times),
             default=None,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from pagewire import Usage
@@ -85,6 +86,12 @@ def gaps_ms(
                 gaps.append(1e3 * (record.times[i] - record.times[i - 1]))
                 gaps += [0.0] * (record.counts[i] - 1)
     return gaps
+
+
+def longest_pause_ms(record: StreamRecord, since: float) -> float:
+    """Return the longest time before a token that came after a moment, ms; 0: none came."""
+    pairs = pairwise([record.started, *record.times])
+    return max((1e3 * (after - before) for before, after in pairs if after > since), default=0.0)
 
 
 def first_token_ms(records: Iterable[StreamRecord]) -> list[float]:

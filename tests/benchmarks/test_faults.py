@@ -3,29 +3,18 @@
 import json
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 
 from benchmarks import faults
 from benchmarks.fault_cases import FAULTS
-from benchmarks.fault_table import NOTES, PAGE, page, whole_page
-from benchmarks.faults import longest_pause_ms, requests, sum_up
+from benchmarks.fault_table import KILLS_HEADS, NOTES, PAGE, RESULTS, kills, page, whole_page
+from benchmarks.faults import requests, sum_up
 from benchmarks.prompts import Seeds
-from benchmarks.stream_statistics import StreamRecord
 
-RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "faults-cpu.json"
-
-
-def record(*times):
-    return StreamRecord(started=0.0, times=times, counts=(1,) * len(times))
-
-
-def test_a_pause_is_counted_that_began_before_the_fault_was_noticed_but_not_one_that_was_over():
-    assert longest_pause_ms(record(1.0, 6.0, 6.5, 7.5), 6.2) == 1000.0
-    assert longest_pause_ms(record(1.0, 6.0), 5.0) == 5000.0
-    assert longest_pause_ms(record(1.0, 2.0), 5.0) == 0.0
+RESULT = RESULTS / "faults-cpu.json"
+KILLS_RESULT = RESULTS / "kills-ipc-h100-x2.json"  # from before pauses were recorded
 
 
 def test_half_of_the_requests_are_sampled_and_no_two_have_a_seed():
@@ -121,6 +110,18 @@ def test_clusters_that_do_not_start_leave_the_rest_out(run_once):
 
     result = json.loads(run_once.out.read_text(encoding="utf-8"))
     assert (result["cases"], result["not_run"]) == ([], ["kill/decode"])
+
+
+def test_pauses_of_streams_stand_in_the_table_where_they_were_recorded():
+    result = json.loads(KILLS_RESULT.read_text(encoding="utf-8"))
+    old, new = result["cases"]
+    result["cases"] = [old, new | {"pause_ms_p50": 940.4, "pause_ms_p99": 2340.0}]
+
+    lines = kills({KILLS_RESULT.name: result}).splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| CUDA IPC")]
+
+    column = KILLS_HEADS.index("Pause, p50 and p99")
+    assert sorted(row[column].strip() for row in rows) == ["", "940 ms, 2.3 s"]
 
 
 def test_the_page_is_written_from_the_results():

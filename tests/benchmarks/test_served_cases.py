@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import kills
 from benchmarks.altered_workers import Alteration
 from benchmarks.case_runs import CaseFailed, Clock, Run
 from benchmarks.checkpoint_shapes import SHAPES, ensure_random_checkpoint
 from benchmarks.client_processes import ClientProcesses
 from benchmarks.disaggregation import dedup, move_again
 from benchmarks.random_checkpoint import write_random_checkpoint
-from benchmarks.run_arguments import LOCAL_PREFILL, Sizes
+from benchmarks.run_arguments import LOCAL_PREFILL, SCALES, Sizes
 from benchmarks.served_cluster import ClusterSpec, ServedCluster
 from benchmarks.serving_matrix import cached, decode, ttft
 from tests.cluster.in_process import in_process_cluster
@@ -69,6 +70,27 @@ def test_a_cluster_for_measurements_has_altered_workers(tmp_path: Path) -> None:
         row = move_again(64, run)  # which refuses less than all pages of each prompt
     assert row["pages_moved"] == 5 * 64 // 16
     assert row["decode_prompt_tokens"] == 0
+
+
+@pytest.mark.thorough
+def test_streams_pause_while_a_killed_decode_worker_starts_again(tmp_path: Path) -> None:
+    write_random_checkpoint(SHAPES["tiny"], tmp_path, torch.device("cpu"))
+    spec = ClusterSpec(
+        model=tmp_path,
+        prefill=1,
+        decode=1,
+        device="cpu",
+        options={"page_size": 16, LOCAL_PREFILL: 0, **kills.OPTIONS},
+    )
+    with ServedCluster(spec, start_timeout_s=100.0) as cluster, ClientProcesses(1) as clients:
+        run = Run(cluster, clients, SCALES["small"], Clock(100.0, seed=1))
+        row = kills.strike("kill", "decode", "after", 1, run)
+    (round_,) = row["rounds"]
+    assert (row["lost_requests"], row["wrong_tokens"]) == (0, 0)
+    assert len(round_["pauses_ms"]) == row["streams"]
+    # Nobody else decodes: all streams wait until the worker is back.
+    assert 0.5 * row["restarted_ms"] < min(round_["pauses_ms"])
+    assert row["pause_ms_max"] == max(round_["pauses_ms"])
 
 
 async def measure_all(model_dir: Path) -> dict[str, dict[str, Any]]:

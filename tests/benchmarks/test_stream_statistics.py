@@ -9,6 +9,7 @@ from benchmarks.stream_statistics import (
     first_token_ms,
     gaps_ms,
     last_first_token_ms,
+    longest_pause_ms,
     percentile,
     percentiles,
     spread,
@@ -112,6 +113,13 @@ def test_gaps_are_those_before_each_token_within_a_time() -> None:
     assert gaps_ms([record]) == pytest.approx([500.0, 2000.0, 0.0, 0.0])
     assert gaps_ms([record], begin=2.0) == pytest.approx([2000.0, 0.0, 0.0])
     assert gaps_ms([record], end=2.0) == pytest.approx([500.0])
+
+
+def test_a_pause_is_counted_that_began_before_a_moment_but_not_one_that_was_over() -> None:
+    assert longest_pause_ms(stream(1.0, 6.0, 6.5, 7.5), 6.2) == 1000.0
+    assert longest_pause_ms(stream(1.0, 6.0), 5.0) == 5000.0
+    assert longest_pause_ms(stream(6.0, started=4.0), 5.0) == 2000.0
+    assert longest_pause_ms(stream(1.0, 2.0), 5.0) == 0.0
 
 
 def test_first_tokens_and_the_whole_time_count_from_the_calls() -> None:
