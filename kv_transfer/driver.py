@@ -87,7 +87,7 @@ class Driver(Generic[State, Event, Action]):
         self._settled = asyncio.Event()  # no caller should wait longer: finished, or stuck
         self._armed: Wait | None = None
         self._deadline: asyncio.TimerHandle | None = None  # that of `_armed`
-        self._jobs: dict[asyncio.Task[None], Coroutine[Any, Any, None]] = {}
+        self._jobs: set[asyncio.Task[None]] = set()
         self._when_finished: list[Callable[[], None]] = []
         self._cause: Exception | None = None  # the local cause of the machine's failure, if any
         self._bug: Exception | None = None  # a callback of the caller, or the machine, raised
@@ -107,8 +107,10 @@ class Driver(Generic[State, Event, Action]):
     def spawn(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a job in the background; it reports by posting an event."""
         task = asyncio.get_running_loop().create_task(self._guard(job))
-        self._jobs[task] = job
-        task.add_done_callback(self._forget_job)
+        self._jobs.add(task)
+        task.add_done_callback(self._jobs.discard)
+        # Python warns of a coroutine that was cancelled before it began, unless it is closed.
+        task.add_done_callback(lambda _: job.close())
         return task
 
     async def outcome(self) -> None:
@@ -153,7 +155,7 @@ class Driver(Generic[State, Event, Action]):
         if not self.state.is_quiescent:
             raise self._bug or ConnectionBroken("abort did not return in time; restart this worker")
         if self._jobs:  # cancelled ones, which clean up
-            await asyncio.wait(set(self._jobs), timeout=1.0)
+            await asyncio.wait(self._jobs, timeout=1.0)
 
     def call_when_quiescent(self, callback: Callable[[], None]) -> None:
         """After wait_quiescent: call back at once, or when an overdue abort returns, or never."""
@@ -226,15 +228,11 @@ class Driver(Generic[State, Event, Action]):
         self._settled.set()
         if not self.state.is_quiescent:
             return  # a bug: what is posted goes on
-        for job in self._jobs.keys() - {asyncio.current_task()}:
+        for job in self._jobs - {asyncio.current_task()}:
             job.cancel()
         callbacks, self._when_finished = self._when_finished, []
         for callback in callbacks:
             callback()
-
-    def _forget_job(self, task: asyncio.Task[None]) -> None:
-        # Python warns of a job that was cancelled before it began, unless it is closed.
-        self._jobs.pop(task).close()
 
     async def _guard(self, job: Coroutine[Any, Any, None]) -> None:
         try:

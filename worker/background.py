@@ -18,31 +18,29 @@ class BackgroundTasks:
     """
 
     def __init__(self) -> None:
-        self._tasks: dict[asyncio.Task[None], Coroutine[Any, Any, None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._crash: Exception | None = None
         self._crashed = asyncio.Event()
 
     def start(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         """Run `work` in the background; the caller may cancel it; `name` is for logs."""
         task = asyncio.get_running_loop().create_task(self._guard(work, name), name=name)
-        self._tasks[task] = work
-        task.add_done_callback(self._forget)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # Python warns of a coroutine that was cancelled before it began, unless it is closed.
+        task.add_done_callback(lambda _: work.close())
         return task
 
     async def wait(self) -> None:
         """Return when no task is left, including tasks that start meanwhile."""
         while self._tasks:
-            await asyncio.wait(set(self._tasks))
+            await asyncio.wait(self._tasks)
 
     async def wait_crashed(self) -> None:
         """Raise the error of the first task that broke."""
         await self._crashed.wait()
         assert self._crash is not None
         raise self._crash
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        # Python warns of a coroutine that was cancelled before it began, unless it is closed.
-        self._tasks.pop(task).close()
 
     async def _guard(self, work: Coroutine[Any, Any, None], name: str) -> None:
         try:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from inspect import CORO_CLOSED, getcoroutinestate
 from typing import Any
 
 import pytest
@@ -130,5 +131,17 @@ def test_a_job_that_reports_the_end_is_not_cancelled_and_the_others_are() -> Non
         await tested.outcome()
         await tested.wait_quiescent()
         assert sorted(ended) == ["cancelled", "reports"]
+
+    run_virtual(main())
+
+
+def test_a_job_that_was_cancelled_before_it_began_is_closed() -> None:
+    async def main() -> None:
+        tested = driver()
+        job = asyncio.sleep(60)
+        tested.spawn(job)
+        tested.post("end")
+        await tested.wait_quiescent()
+        assert getcoroutinestate(job) == CORO_CLOSED
 
     run_virtual(main())
