@@ -24,7 +24,7 @@ from decode_worker.wire import (
 from kv_transfer.errors import TransferError
 from kv_transfer.messages import ReceiverMessage
 from observability.logs import fields
-from pagewire.protos.gathering import MAX_MORE, Waiting
+from pagewire.protos.gathering import Waiting, scatter
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +110,7 @@ class PrefillStream:
         try:
             # Iteration yields what came before the status; read() may drop it.
             async for response in self._call:
-                if len(response.more) > MAX_MORE:
-                    return PrefillFailed(f"more: found {len(response.more)}; allowed: {MAX_MORE}")
-                for each in (response, *response.more):
+                for each in scatter(response, PrefillFailed):
                     self._take(each)
         except grpc.aio.AioRpcError as failure:
             return call_failed(failure)

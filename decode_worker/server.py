@@ -13,6 +13,7 @@ from decode_worker.request import Request
 from decode_worker.wire import request_from_proto, session_response
 from observability.logs import fields
 from pagewire.protos import worker_pb2, worker_pb2_grpc
+from pagewire.protos.gathering import scatter
 from worker import server
 from worker.errors import InternalError, WorkerError
 from worker.identity import WorkerIdentity
@@ -103,12 +104,14 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
     ) -> None:
         try:
             async for first in requests:
-                for message in (first, *first.more):
+                for message in scatter(first, InvalidRequest):
                     kind = message.WhichOneof("message")
                     if kind == "submit":
                         self._submit(message.submit, outbox)
                     elif kind == "cancel":
                         self._cancel(message.cancel, outbox)
+        except InvalidRequest as error:
+            outbox.close(error)
         except grpc.RpcError as error:
             logger.info("session_broken", extra=fields(error=repr(error)))
         except Exception:

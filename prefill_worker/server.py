@@ -14,7 +14,7 @@ from kv_transfer.errors import TransferError
 from kv_transfer.wire import receiver_message_from_proto
 from observability.logs import fields
 from pagewire.protos import worker_pb2, worker_pb2_grpc
-from pagewire.protos.gathering import MAX_MORE, Waiting
+from pagewire.protos.gathering import Waiting, scatter
 from prefill_worker.attempt import Attempt
 from prefill_worker.errors import (
     ConnectionFailed,
@@ -156,9 +156,7 @@ class _AttemptStream:
         request: worker_pb2.PrefillRequest | None = first
         try:
             while request is not None:
-                if len(request.more) > MAX_MORE:
-                    raise WrongMessage(f"more: found {len(request.more)}; allowed: {MAX_MORE}")
-                for each in (request, *request.more):
+                for each in scatter(request, WrongMessage):
                     self._take(each)
                 await self._waiting.wait_until_few(MOST_WAITING)
                 request = await anext(requests, None)

@@ -16,6 +16,7 @@ from kv_transfer.deadlines import TransferDeadlines
 from llm_engine.engine_step import EngineStep
 from llm_engine.sampling import SamplingParams
 from pagewire.protos import worker_pb2, worker_pb2_grpc
+from pagewire.protos.gathering import MAX_MORE
 from prefill_worker.attempt import Attempt
 from prefill_worker.request import FinishedPrompt, Progress
 from protos.contract import CONTRACT_VERSION
@@ -1181,6 +1182,22 @@ def test_a_router_that_never_reads_loses_its_requests_and_holds_no_pages() -> No
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
     run(scenario, WorkerCluster(decode_config=config, grpc_network=network))
+
+
+def test_a_message_with_too_many_others_ends_its_session_and_no_other() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        other = await router.submit(prompt_of(20))
+        wrong = await cluster.session(reads=False)
+        await wrong.submit(prompt_of(20, seed=1), max_tokens=400)
+        cancel = worker_pb2.SessionRequest(cancel=worker_pb2.CancelRequest(request_id="nobody's"))
+        await wrong.call.write(worker_pb2.SessionRequest(more=[cancel] * (MAX_MORE + 1)))
+        with pytest.raises(grpc.aio.AioRpcError, match="more: found 256") as caught:
+            await read_to_end(wrong.call)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await router.finish(other)
+        await cluster.wait_free(timeout_s=0.05)
+
+    run(scenario)
 
 
 def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:

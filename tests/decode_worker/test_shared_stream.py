@@ -258,7 +258,7 @@ def test_each_attempt_gets_its_messages_and_its_end() -> None:
     [
         (lambda call: call.say(granted(3)), "attempt_id: found 3; allowed: 1 to 2"),
         (lambda call: call.say(granted(0)), "attempt_id: found 0; allowed: 1 to 2"),
-        (lambda call: call.say(*map(granted, [1] * 257)), "more: found 256; allowed: 255"),
+        (lambda call: call.say(*map(granted, [1] * 257)), "more: found 256; allowed: at most 255"),
         (lambda call: call.responses.put_nowait(StopAsyncIteration()), "ended the stream"),
         (lambda call: call.cancel(), "the channel was closed"),
         (
