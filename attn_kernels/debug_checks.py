@@ -2,7 +2,8 @@
 
 PAGEWIRE_KERNEL_CHECKS=1 in the environment, read when this module is imported, turns the mode on
 for a process; off, it costs each launch the test of one attribute. Nothing is checked while a CUDA
-graph is captured, when waiting is illegal, or replayed.
+graph is captured, when waiting is illegal, or replayed, nor inside `compiling_ahead`, where nothing
+computes the values.
 """
 
 import os
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_kernels.checks import check_within, used_entries
+from attn_kernels.compile_ahead import only_compiles
 from attn_kernels.errors import KernelInputError, PageTableError, ScaleError, ShapeError
 
 
@@ -28,8 +30,8 @@ debug = DebugMode(is_on=os.environ.get("PAGEWIRE_KERNEL_CHECKS") == "1")
 
 
 def on_host(tensor: Tensor) -> npt.NDArray[Any] | None:
-    """Wait for the device and return a tensor's values; None while a CUDA graph is captured."""
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+    """Wait for the device and return a tensor's values; None where nothing is checked."""
+    if only_compiles() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     values: npt.NDArray[Any] = tensor.cpu().numpy()
     return values

@@ -253,6 +253,8 @@ class GraphedDecode:
         batch = self._batch
         batch.lengths[:num_rows] = kv_len
         batch.seats.state[:num_rows, bodies.LENGTH.value] = kv_len
-        yield
-        batch.lengths[:] = 0
-        batch.seats.state.zero_()
+        try:
+            yield
+        finally:
+            batch.lengths[:] = 0
+            batch.seats.state.zero_()

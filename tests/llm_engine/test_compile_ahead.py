@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from attn_kernels.compile_ahead import only_compiles
+from attn_kernels.debug_checks import debug
 from attn_kernels.pages import launch_digest  # noqa: F401  # else it stays interpreted
 from llm_engine import (
     load_engine,
@@ -60,14 +62,18 @@ def returned(value: object) -> object:
     return value
 
 
+def cold_engine(model: Path, num_seats: int) -> Engine:
+    """Return an engine that has launched nothing."""
+    with patch.object(Engine, "warm_up"):
+        own = small_engine(model, num_layers=2)
+    return recording(own, num_seats=num_seats, max_step_tokens=64)
+
+
 @pytest.mark.parametrize("num_seats", [0, 8], ids=["prefill", "decode"])
 def test_a_warm_up_compiles_nothing_that_was_not_compiled_ahead(
-    tmp_path: Path, compiled: Compiled, monkeypatch: pytest.MonkeyPatch, num_seats: int
+    tmp_path: Path, compiled: Compiled, num_seats: int
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "warm_up", lambda _: None)
-        own = small_engine(tmp_path, num_layers=2)
-    engine = recording(own, num_seats=num_seats, max_step_tokens=64)
+    engine = cold_engine(tmp_path, num_seats)
     decoder = engine.decoder
     load_kernels = partial(
         load_engine._load_kernels, decoder._attention, decoder._weights, torch.device("cpu")
@@ -82,6 +88,18 @@ def test_a_warm_up_compiles_nothing_that_was_not_compiled_ahead(
     later = {source for source, is_ahead in compiled if not is_ahead}
     assert later
     assert later == ahead
+
+
+def test_a_start_compiles_ahead_though_launchers_check_values(
+    tmp_path: Path, compiled: Compiled, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = cold_engine(tmp_path, num_seats=8)
+
+    with patch.object(debug, "is_on", new=True):
+        load_engine._compile_ahead(engine.launch_kernels)
+
+    assert compiled
+    assert "not_compiled_ahead" not in caplog.messages
 
 
 def test_a_start_goes_on_where_kernels_cannot_be_compiled_ahead(

@@ -6,6 +6,7 @@ Expected is what the same engine draws step by step, the host knowing each token
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -328,6 +329,19 @@ def test_steps_of_all_sizes_are_recorded_before_service(
     assert recorder.num_recorded == (4 if num_pages == 17 else 2)  # too short to share else
     assert_equal(results_of(recorded, sequences), expected)
     assert recorder.num_repeated == recorder.num_recorded + 3
+
+
+def test_a_warm_up_that_fails_leaves_no_sequence_in_a_seat(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = decode_of(ahead(engine))
+    monkeypatch.setattr(decode, "launch", MagicMock(side_effect=torch.OutOfMemoryError))
+
+    with pytest.raises(torch.OutOfMemoryError):
+        decode.warm_up(page_size=16, max_tokens=16)
+
+    assert not decode._batch.lengths.any()
+    assert not decode._batch.seats.state.any()
 
 
 def test_a_step_that_memory_does_not_suffice_to_record_is_launched_as_before(
