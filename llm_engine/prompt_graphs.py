@@ -28,7 +28,7 @@ from kv_cache.layout import num_pages_for
 from llm_engine.attention_triton import TritonAttention
 from llm_engine.forward_batch import ForwardBatch, HostBatch, build_host_batch
 from llm_engine.limits import MAX_RECORDED_TOKENS
-from llm_engine.recordings import Recordings
+from llm_engine.recordings import Recordings, runs_until_recorded
 from llm_engine.sampling import SequenceSlice
 from llm_engine.transformer import Decoder
 
@@ -99,7 +99,7 @@ class GraphedPrompts:
         """Record passes of all sizes, up to a sequence length; overwrites page 0."""
         # The largest first: the others fit into its working memory.
         for size in reversed(self._sizes[: bisect_right(self._sizes, max_tokens)]):
-            for _ in range(2):  # launched, then recorded
+            for _ in range(runs_until_recorded()):
                 self.hidden_states(self._any_batch(size))
 
     def any_beside(self, max_tokens: int) -> Iterator[SentPrompts]:

@@ -48,6 +48,11 @@ class CudaGraphRecorder:
         return repeat
 
 
+def runs_until_recorded() -> int:
+    """Return how often work must run to be recorded; once where it only compiles."""
+    return 1 if only_compiles() else 2
+
+
 class Recordings(Generic[Kind, Result]):
     """Recordings of work by kind, valid as long as the buffers whose addresses they contain.
 
