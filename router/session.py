@@ -180,7 +180,8 @@ class Session:
             self._write(call), name=f"session-writer-{self.worker.member.worker_id}"
         )
         try:
-            while (message := await call.read()) is not grpc.aio.EOF:
+            # Iteration yields what came before the status; read() may drop it.
+            async for message in call:
                 self._receive(message)
             return "the worker ended the session"
         except grpc.aio.AioRpcError as error:
