@@ -216,6 +216,15 @@ class PreemptsInFlight(Scheduler):
         return 0
 
 
+class CommitsUnreadTokens(Scheduler):
+    """Enters pages into the tree of which steps in flight have yet to draw the last token."""
+
+    def _stop_running(self, choice: Choice) -> None:
+        assert choice.pages is not None
+        self._cache.insert(choice.pages, choice.tokens())
+        super()._stop_running(choice)
+
+
 class ForgetsNewPages(Scheduler):
     def _seat(self, decodes: Any) -> tuple[Any, Any]:
         started, extended = super()._seat(decodes)
@@ -240,6 +249,7 @@ class ForgetsNewPages(Scheduler):
         PlansBehindTheLength,
         ComputesChunksTwice,
         PreemptsInFlight,
+        CommitsUnreadTokens,
         ForgetsNewPages,
     ],
 )

@@ -34,7 +34,7 @@ from router.tenants.gate import TenantGate
 from router.tenants.registry import Tenants
 from tests.support.cluster_keys import credentials_of, proven, worker_credentials
 from tests.support.conservation import router_leaks, worker_leaks
-from tests.support.fake_engine import SLOT_BYTES, FakeEngine, FakeModel
+from tests.support.fake_engine import SLOT_BYTES, FakeEngine, FakeModel, check_cached_pages
 from tests.support.history import Delta, RequestHistory
 from tests.support.inline_checker import InlineChecker
 from tests.support.loopback import LoopbackNetwork, LoopbackTransport
@@ -391,6 +391,7 @@ class FakeCluster:
         assert self.deaths == []
         for each in self.living_workers():
             each.cache.check_integrity()
+            check_cached_pages(each.cache, each.executor.storage, MODEL)
             leaks = worker_leaks(each.worker)
             assert leaks == [], f"{each.identity.worker_id} holds {leaks}"
         for name, each in self.routers.items():

@@ -17,6 +17,8 @@ import numpy.typing as npt
 from grammars.bits import token_ids
 from kv_cache.layout import KVLayout, num_pages_for
 from kv_cache.page_storage import PageBytes
+from kv_cache.prefix_cache import PrefixCache
+from kv_cache.radix_tree import TreePage
 from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.host_seats import HostSeats
 from llm_engine.kv_reads import KVReads, flat_reads
@@ -169,6 +171,24 @@ class FakePageStorage:
         # A negative id would silently count from the end.
         assert ((index >= 0) & (index < self.num_pages)).all(), "page id out of range"
         return index
+
+
+def check_cached_pages(cache: PrefixCache, storage: FakePageStorage, model: FakeModel) -> None:
+    """Assert that each page that others may find holds the slots of its tokens, all of them."""
+    slots_of: dict[int, bytes] = {}  # page id |-> what it must hold
+
+    def expected(page: TreePage) -> bytes:
+        if page.page_id not in slots_of:
+            above = cache.tree.above(page)
+            before = model.first_hash if above is None else expected(above)[-SLOT_BYTES:]
+            tokens = np.frombuffer(page.tokens, dtype="<u4").tolist()
+            slots_of[page.page_id] = b"".join(model.extend(before, tokens))
+        return slots_of[page.page_id]
+
+    for page in cache.tree:
+        if page.is_ready:
+            found = storage.slots[page.page_id].tobytes()
+            assert found == expected(page), f"page {page.page_id} is cached, but not computed"
 
 
 class FakeEngine:
