@@ -15,6 +15,7 @@ import decode_worker.step_plan
 import decode_worker.worker
 import kv_transfer.deadlines
 import kv_transfer.receiver_protocol
+import prefill_worker.scheduler
 import prefill_worker.step_plan
 import router.dispatch
 import router.generation
@@ -102,6 +103,68 @@ def preempted_choice_loses_a_token(right: Right, self: Any, choice: Any) -> None
     if len(choice.output) > 1:
         choice.output.pop(0)
     right(self, choice)
+
+
+def cancelled_choices_give_pages_back_in_flight(patch: pytest.MonkeyPatch) -> None:
+    _give_pages_back_in_flight(patch, is_stop=False)
+
+
+def stopped_choices_give_pages_back_in_flight(patch: pytest.MonkeyPatch) -> None:
+    _give_pages_back_in_flight(patch, is_stop=True)
+
+
+def _give_pages_back_in_flight(patch: pytest.MonkeyPatch, *, is_stop: bool) -> None:
+    """The step that was launched for a choice before its end was known still writes there."""
+    scheduler = decode_worker.scheduler.Scheduler
+    advance, free_ended = scheduler._advance, scheduler.free_ended
+    stopped: set[Any] = set()
+
+    def noted(self: Any, choice: Any, token: Any) -> Any:
+        delta = advance(self, choice, token)
+        if choice.is_ended:
+            stopped.add(choice)
+        return delta
+
+    def wrong(self: Any) -> None:
+        for choice in self._running:
+            if choice.is_ended and (choice in stopped) is is_stop:
+                choice.num_in_flight = 0
+        free_ended(self)
+
+    patch.setattr(scheduler, "_advance", noted)
+    patch.setattr(scheduler, "free_ended", wrong)
+
+
+def steps_in_flight_do_not_delay_preemption(patch: pytest.MonkeyPatch) -> None:
+    """The token that a launched step draws for the victim comes when it waits again."""
+    scheduler = decode_worker.scheduler.Scheduler
+    right = scheduler._stop_running
+
+    def wrong(self: Any, choice: Any) -> None:
+        choice.num_in_flight = 0
+        right(self, choice)
+
+    patch.setattr(scheduler, "_num_pages_due", lambda self: 0)
+    patch.setattr(scheduler, "_stop_running", wrong)
+
+
+@instead_of(prefill_worker.step_plan, "next_draw")
+def resume_counts_a_token_that_nobody_read(
+    right: Right, params: Any, *, output_token_ids: Any, **rest: Any
+) -> Any:
+    """As if the step that a killed worker had launched last had been read, too."""
+    draw = right(params, output_token_ids=output_token_ids, **rest)
+    return dataclasses.replace(draw, position=draw.position + bool(output_token_ids))
+
+
+@instead_of(prefill_worker.scheduler.Scheduler, "_hand_over")
+def chunks_are_sent_when_they_are_launched(right: Right, self: Any, prompt: Any) -> Any:
+    """A step that is killed, or fails, has not written the pages that are on their way."""
+    num_computed = prompt.num_computed
+    prompt.num_computed += prompt.num_launched
+    ready = right(self, prompt)
+    prompt.num_computed = num_computed
+    return ready
 
 
 def repeated_tokens_are_delivered(patch: pytest.MonkeyPatch) -> None:
@@ -414,8 +477,30 @@ SCENARIO_BUGS: list[tuple[Plant, Callable[[], None]]] = [
     ),
     (no_quarantine, scenarios.test_a_write_that_comes_late_hits_nobody),
     (
+        cancelled_choices_give_pages_back_in_flight,
+        lambda: scenarios.test_pages_of_a_request_that("is cancelled"),
+    ),
+    (
+        stopped_choices_give_pages_back_in_flight,
+        lambda: scenarios.test_pages_of_a_request_that("stops"),
+    ),
+    (
         cancel_forgets_the_transfer,
         lambda: scenarios.test_a_client_that_leaves_while_its_request("is computed"),
+    ),
+    (
+        steps_in_flight_do_not_delay_preemption,
+        scenarios.test_a_pool_that_fills_preempts_and_nobody_starves,
+    ),
+    (
+        resume_counts_a_token_that_nobody_read,
+        lambda: scenarios.test_a_decode_worker_killed_in_mid_stream_loses_and_changes_no_token(
+            scenarios.GREEDY, 1, silently=False
+        ),
+    ),
+    (
+        chunks_are_sent_when_they_are_launched,
+        lambda: scenarios.test_a_prefill_worker_killed_while_it("computes", False, False),
     ),
     (
         nobody_pings,

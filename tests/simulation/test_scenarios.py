@@ -289,6 +289,7 @@ def test_a_decode_worker_killed_in_mid_stream_loses_and_changes_no_token(
         names = ["decode-0", "decode-1"]
         await wait_until(lambda: any(cluster.workers[each].engine.num_passes > 4 for each in names))
         victim = max(names, key=lambda each: cluster.workers[each].engine.num_passes)
+        assert cluster.workers[victim].executor.num_unread, "no step was in flight"
 
         cluster.kill(victim, silently=silently)
 
@@ -491,6 +492,42 @@ def test_a_write_that_comes_late_hits_nobody() -> None:
         leaving.cancel()
 
         assert_right(*await asyncio.gather(*others))
+
+    in_cluster(FakeCluster(shape=shape), body)
+
+
+@pytest.mark.parametrize("how", ["stops", "is cancelled"])
+def test_pages_of_a_request_that(how: str) -> None:
+    """... are received into only when no step that was launched for it writes there any more."""
+    # The second request needs all pages, and has them long before a step of the first one ends.
+    shape = ClusterShape(decode_pages=13, page_transfer_s=0.0002)
+    second = request("second", 48, params=replace(GREEDY, max_tokens=3))
+    first = request("first", 29)
+    if how == "stops":
+        drawn = expected_choices(first, model=MODEL, max_context_tokens=MAX_CONTEXT_TOKENS)[
+            0
+        ].tokens
+        stop = next(token for index, token in enumerate(drawn) if index == drawn.index(token) > 4)
+        first = replace(first, params=replace(GREEDY, stop_token_ids=(stop,)))
+
+    async def body(cluster: FakeCluster) -> None:
+        decode = cluster.workers["decode-0"]
+        assert_right(await cluster.generate(second))  # the prefill worker now has its pages
+        serving = await start_request(cluster, first)
+        await wait_until(lambda: cluster.workers["prefill-0"].cache.pool.counts().live > 0)
+        decode.executor.slowdown = 20.0
+        num_passes = decode.engine.num_passes
+        waiting = await start_request(cluster, second)
+        await wait_until(lambda: decode.engine.num_passes > num_passes + 3, timeout_s=10.0)
+        if how == "is cancelled":
+            await asyncio.sleep(0.05)  # two steps are launched
+            serving.cancel()
+
+        ended, history = await serving, await waiting
+        if how == "stops":
+            assert_right(ended)
+        assert_right(history)
+        assert history.deltas[0].at > ended.ended_at, "there was room for both"
 
     in_cluster(FakeCluster(shape=shape), body)
 

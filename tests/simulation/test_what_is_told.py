@@ -1,6 +1,7 @@
 """What workers of whole clusters tell of their work, as the router's status has it."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -51,6 +52,23 @@ def test_attention_needs_all_keys_of_all_rows_and_reads_a_shared_prefix_once(
 
     shape = ClusterShape(num_prefill=num_prefill, shared_unit_len=unit_len)
     in_cluster(FakeCluster(shape=shape), scenario)
+
+
+@pytest.mark.parametrize("num_streams", [1, NUM_REQUESTS])
+def test_nearly_all_steps_are_launched_before_the_tokens_of_the_one_before_are_known(
+    num_streams: int,
+) -> None:
+    params = replace(GREEDY, max_tokens=80)
+    specs = [request(f"r{i}", 12, params=params) for i in range(num_streams)]
+
+    async def scenario(cluster: FakeCluster) -> None:
+        assert_right(*await asyncio.gather(*map(cluster.generate, specs)))
+        told = await worker_of(cluster, "decode-0")
+
+        assert told.steps >= params.max_tokens - 1
+        assert told.steps_ahead >= 0.95 * told.steps
+
+    in_cluster(FakeCluster(), scenario)
 
 
 def test_two_prefixes_are_two_groups_and_strangers_are_in_none() -> None:

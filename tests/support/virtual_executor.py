@@ -52,6 +52,11 @@ class VirtualExecutor:
     def storage(self) -> FakePageStorage:
         return self.fake_engine.storage
 
+    @property
+    def num_unread(self) -> int:
+        """Return how many steps are launched and not read."""
+        return len(self._running)
+
     async def launch(self, step: EngineStep) -> None:
         num_tokens = len(step.decodes) + sum(len(each.token_ids) for each in step.slices)
         self.passes.append(num_tokens)
