@@ -78,6 +78,10 @@ def test_each_number_of_rows_is_recorded_when_it_comes_a_second_time(
     found = results_of(ahead(engine), sequences)
 
     assert_equal(found, expected)
+    pages_of_nobody = torch.ones(engine.storage.num_pages, dtype=torch.bool)
+    for each in sequences:
+        pages_of_nobody[each.page_ids] = False
+    assert engine.storage.pages[pages_of_nobody].isnan().all(), "a row that fills up wrote a page"
     (recorder,) = recorders
     assert recorder.num_recorded == 3
     assert recorder.num_repeated == 9 - 3  # steps of decode, less the first of each kind

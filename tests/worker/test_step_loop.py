@@ -348,6 +348,24 @@ def test_a_lost_device_ends_the_worker_at_once_and_blames_those_in_the_pass(
     assert len(world.passes) == 1, "nothing more is asked of a device that is gone"
 
 
+@pytest.mark.parametrize("shows_in", ["read", "next launch"])
+def test_where_a_device_is_lost_under_two_steps_those_in_both_are_told_and_nothing_is_settled(
+    shows_in: str,
+) -> None:
+    world = World(6, most=2, max_launched=2)
+    world.error = AcceleratorError("x")
+    world.bad = {"r0", "r2"}  # whatever is read fails from now on
+    if shows_in == "next launch":
+        world.failing_launches = {"r2"}
+    with pytest.raises(EngineLost):
+        run(world)
+
+    assert list(world.failures) == ["r0", "r1", "r2", "r3"]
+    assert all(isinstance(each, PassFailed) for each in world.failures.values())
+    assert (world.done, world.loop.num_steps) == ([], 0)
+    assert not world.launched, "a step still ran when its pages could be given away"
+
+
 def test_without_a_page_to_probe_with_failures_in_a_row_end_the_worker() -> None:
     world = World(2, max_failed_passes=4)
     world.has_page = False
