@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -33,6 +34,27 @@ def test_named_paths_exist(path: Path) -> None:
     missing = {each for each in named if each.split("/")[0] in TOPS and not (ROOT / each).exists()}
 
     assert {each for each in missing if not each.startswith("build/")} == set()
+
+
+@present
+def test_named_tests_and_planted_bugs_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    named = set(re.findall(r"`(test_\w+)`", text))
+    if path.name == "steps-ahead.md":
+        shown = [line.split("|")[3] for line in text.splitlines() if line.startswith("| ")]
+        named |= {each for cell in shown for each in re.findall(r"`(\w+)`", cell)}
+        assert len(named) > 40
+
+    assert named - names_in_tests() == set()
+
+
+@cache
+def names_in_tests() -> frozenset[str]:
+    """Return the names of all functions and classes at the top level of tests."""
+    found: set[str] = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        found |= set(re.findall(r"(?m)^(?:async )?(?:def|class) (\w+)", path.read_text()))
+    return frozenset(found)
 
 
 def test_the_picture_shows_the_page_as_it_is() -> None:
