@@ -88,6 +88,7 @@ protos: $(DEV_READY) ## regenerate pagewire/protos/*_pb2*
 docs: $(DEV_READY) $(DOCS_READY) ## rewrite what is generated in the documentation, and build it as a site in build/site
 	$(PY) -m cli.reference
 	$(PY) -m benchmarks.tables
+	$(PY) -m benchmarks.page_figures
 	$(PY) -m docs.site.draw
 	$(PY) -m docs.site.decision_index
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

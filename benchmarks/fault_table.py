@@ -79,6 +79,8 @@ fault. Each cluster shared the GPUs with others, whose workers were also hit.
 {lines}
 Pauses are those of all streams of a row's runs; other times are the median and the longest run.
 
+![Kills over NCCL between two H100s: medians, on a logarithmic axis](figures/kills.svg)
+
 - *Pause*: the longest time that a stream waited for a token after the fault. Empty: not recorded.
 - *Noticed*: the router gives the worker no more work.
 - *Pages free*: no transfer can read or write a page of the other worker any more. Empty: that

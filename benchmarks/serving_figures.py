@@ -211,7 +211,7 @@ def main() -> None:
             content = json.loads(path.read_text(encoding="utf-8"))
             rows = {row["case"]: row for row in content["cases"] if "error" not in row}
             rows |= {row["case"]: row for row in transfer_shares(rows)}
-            where = _hardware(content)
+            where = hardware_of(content)
             charts = (*serving_charts(rows, where), *disaggregation_charts(rows, where))
         except (OSError, ValueError, KeyError, TypeError) as error:
             parser.error(f"{path}: {error!r}")
@@ -222,7 +222,8 @@ def main() -> None:
     print(f"{options.out}: {' '.join(figures)}", file=sys.stderr)
 
 
-def _hardware(content: Row) -> str:
+def hardware_of(content: Row) -> str:
+    """Return the hardware, shape and commit of a result file, in words."""
     found, configuration = content["hardware"], content["configuration"]
     gpus = found.get("gpus", [])
     what = f"{len(gpus)} x {gpus[0]}" if gpus else f"{found['cores']} cores, {found['machine']}"

@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks.figures import FLASHINFER_CASCADE, FLASHINFER_DECODE, read_times
 from benchmarks.serving_figures import VLLM
 from benchmarks.stream_statistics import Row
+from benchmarks.targets import SERVING_MS, other_outcomes, serving_outcomes
 from benchmarks.transfer_shares import LENGTHS, transfer_case, transfer_shares
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,6 +89,24 @@ def serving() -> str:
             )
             for case, row in serving_rows().items()
         ),
+    )
+
+
+def targets() -> str:
+    """What was to be reached at the client, and whether it was."""
+    return table(
+        ("what", "unit", "target", "measured", "reached"),
+        (
+            (
+                f"`{each.what}`" if each.what in SERVING_MS else each.what,
+                each.unit,
+                f"{'>=' if each.is_least else '<='} {each.target:,g}",
+                _ms(each.found),
+                "yes" if each.is_reached else "no",
+            )
+            for each in (*serving_outcomes(), *other_outcomes())
+        ),
+        num_text=2,
     )
 
 
@@ -229,13 +248,17 @@ def relay() -> str:
     )
 
 
-def gateway() -> str:
-    """What a token costs over gRPC and over HTTP."""
-    rows = [
+def gateway_rows() -> list[Row]:
+    """Return the cases of benchmarks.gateway, of two runs."""
+    return [
         row
         for name in ("gateway-cpu.json", "gateway-2000-streams-cpu.json")
         for row in json.loads((RESULTS / name).read_text(encoding="utf-8"))["cases"]
     ]
+
+
+def gateway() -> str:
+    """What a token costs over gRPC and over HTTP."""
     return table(
         ("way", "streams", "router CPU, us per token", "gateway CPU, us per token"),
         (
@@ -245,7 +268,7 @@ def gateway() -> str:
                 f"{row['us_per_token']['router']:.0f}",
                 f"{row['us_per_token']['gateway']:.0f}" if "gateway" in row["us_per_token"] else "",
             )
-            for row in rows
+            for row in gateway_rows()
         ),
     )
 
@@ -272,6 +295,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "summary": partial(headline, ("decode/64@1024", "shared/256,8192,128", "mixed/512")),
     "serving": serving,
+    "targets": targets,
     "engine-step": engine_step,
     "pools": pools,
     "transfers": transfers,

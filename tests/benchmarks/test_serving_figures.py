@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,6 +12,7 @@ import pytest
 from benchmarks.bar_chart import PLOT_WIDTH, Chart, draw
 from benchmarks.serving_figures import ARMS, VLLM, disaggregation_charts, main, serving_charts
 from benchmarks.serving_matrix import measured_cases
+from benchmarks.targets import SERVING_MS, Outcome
 
 SVG = "{http://www.w3.org/2000/svg}"
 SERVING = {
@@ -71,8 +73,18 @@ def test_arms_shares_and_kills_are_drawn_and_what_is_missing_has_no_bar() -> Non
     assert "32768, of the first token's time: 5.0 %" in bars(charts["transfer-share"])
 
 
-def test_every_case_of_the_peer_is_one_of_the_matrix() -> None:
-    assert set(VLLM) <= set(measured_cases())
+def test_every_case_of_the_peer_and_of_the_targets_is_one_of_the_matrix() -> None:
+    assert set(VLLM) | set(SERVING_MS) <= set(measured_cases())
+
+
+def test_a_target_is_the_most_or_the_least_that_counts_as_reached() -> None:
+    most = Outcome(what="a step", target=5.0, found=5.0, unit="ms")
+    least = replace(most, unit="GB/s", is_least=True)
+
+    assert most.is_reached
+    assert least.is_reached
+    assert not replace(most, found=5.1).is_reached
+    assert not replace(least, found=4.9).is_reached
 
 
 def test_the_command_draws_what_files_have_and_names_one_that_is_no_result(

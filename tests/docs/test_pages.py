@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from benchmarks import tables
+from benchmarks import page_figures, tables
 from cluster.config_options import config_options
 from docs.site import decision_index, draw
 from tests.docs.pages import ROOT, markdown_files, page_digest, typed_commands
@@ -125,6 +125,15 @@ def test_figures_are_those_of_the_program() -> None:
     for name, drawing in draw.DRAWINGS.items():
         drawn = (draw.FIGURES / f"{name}.svg").read_text(encoding="utf-8")
         assert drawn == str(drawing()), f"{name} is stale; run `make docs`"
+
+
+@pytest.mark.parametrize("name", page_figures.DRAWINGS)
+def test_figures_beside_tables_show_the_results(name: str) -> None:
+    drawn = (page_figures.FIGURES / f"{name}.svg").read_text(encoding="utf-8")
+
+    assert drawn == page_figures.DRAWINGS[name](), "run `make docs`"
+    pages = [path for path in markdown_files() if f"figures/{name}.svg" in path.read_text()]
+    assert pages, "no page shows it"
 
 
 @pytest.mark.parametrize("name", draw.DRAWINGS)

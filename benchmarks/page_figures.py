@@ -1,0 +1,186 @@
+"""Draws the figures beside the tables of benchmarks.tables from benchmarks/results/ (make docs).
+
+    python -m benchmarks.page_figures
+
+Those of attention are drawn by benchmarks.figures, and those of two pools by
+benchmarks.serving_figures.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bar_chart import draw
+from benchmarks.figures import BLUE, LIGHT_BLUE, ORANGE, RED
+from benchmarks.serving_figures import bars, disaggregation_charts, hardware_of, serving_charts
+from benchmarks.stream_statistics import Row
+from benchmarks.tables import RESULTS, ROOT, gateway_rows
+from benchmarks.targets import serving_outcomes
+
+FIGURES = ROOT / "docs" / "figures"
+SERVING_FILES = ("serving-matrix-h200-x2.json", "serving-matrix-h200.json")
+KILLS_FILE = "kills-nccl-h100-x2.json"
+NUM_LAYERS, LAYER_WEIGHTS = 32, ("qkv", "output", "gate_up", "down")
+
+
+def serving(kind: str) -> str:
+    """One kind of cases of the serving matrix, of both files."""
+    contents = [_content(name) for name in SERVING_FILES]
+    rows: dict[str, Row] = {}
+    for content in contents:
+        rows |= {row["case"]: row for row in content["cases"]}
+    charts = dict(serving_charts(rows, "; ".join(map(hardware_of, contents))))
+    return draw(charts[f"serving-{kind}"])
+
+
+def targets() -> str:
+    """Each case of the serving matrix as a share of its target."""
+    found = list(serving_outcomes())
+    shares = [(each.what.partition("/")[2], [100 * each.found / each.target]) for each in found]
+    return draw(
+        bars(
+            "The serving matrix on 1 + 1 workers, as a share of its targets, logarithmic",
+            (f"{hardware_of(_content(SERVING_FILES[0]))}. Up to 100 % a target is reached.",),
+            shares,
+            series=(("of the target", BLUE),),
+            unit="%",
+            is_logarithmic=True,
+        )
+    )
+
+
+def engine_step() -> str:
+    """Steps of the engine alone."""
+    content = _content("engine-step-llama-3-8b-h200.json")
+    values = [(_short(row["case"]), (row["ms"], row["one_by_one_ms"])) for row in content["cases"]]
+    return draw(
+        bars(
+            "A step of the engine alone (shorter is better)",
+            (
+                f"{content['hardware']}, Llama-3-8B's shape, commit {content['commit']}.",
+                "16 + 64: 16 requests decode, and 64 tokens of a prompt are computed beside them.",
+            ),
+            values,
+            series=(("ahead", BLUE), ("one by one", ORANGE)),
+        )
+    )
+
+
+def _short(case: str) -> str:
+    kind, _, sizes = case.partition("/")
+    return sizes.replace("@1024", "").replace(",", " + ") if kind == "beside" else case
+
+
+def linear() -> str:
+    """The four products of all layers, beside torch's."""
+    us: dict[int, dict[bool, float]] = defaultdict(lambda: defaultdict(float))
+    gone: set[int] = set()
+    for row in _content("linear-h200.json"):
+        if row["weight"] in LAYER_WEIGHTS and (row["is_shipped"] or row["tile"] == "torch"):
+            us[row["num_rows"]][row["is_shipped"]] += NUM_LAYERS * row["us"]
+            if "+" in row["tile"]:
+                gone.add(row["num_rows"])
+    values = [
+        (
+            f"{num_rows:,} rows",
+            (None if num_rows in gone else each[True] / 1000, each[False] / 1000),
+        )
+        for num_rows, each in sorted(us.items())
+    ]
+    return draw(
+        bars(
+            "Linear layers of Llama-3-8B, all four products of 32 layers, logarithmic",
+            (
+                "One NVIDIA H200, bfloat16, medians with a cold L2 cache (shorter is better).",
+                "No bar: the tile of that run is no longer in the code.",
+            ),
+            values,
+            series=(("Pagewire", BLUE), ("torch 2.11", ORANGE)),
+            is_logarithmic=True,
+        )
+    )
+
+
+def relay() -> str:
+    """How late tokens come through the router."""
+    cases: dict[str, dict[float, Row]] = defaultdict(dict)
+    for row in _content("relay-cpu.json")["cases"]:
+        name = f"{row['streams']} at {row['offered_tokens_per_s']:,}/s"
+        cases[name][row["coalesce_ms"]] = row["late_ms"]
+    return draw(
+        bars(
+            "How late tokens come from a worker's outbox to the client, logarithmic",
+            ("Two CPU cores. Streams at tokens/s offered (shorter is better).",),
+            [
+                (name, [late[ms][part] for ms in (20.0, 0.0) for part in ("p50", "p99")])
+                for name, late in cases.items()
+            ],
+            series=(
+                ("gathered, p50", BLUE),
+                ("p99", LIGHT_BLUE),
+                ("at once, p50", ORANGE),
+                ("p99 ", RED),
+            ),
+            is_logarithmic=True,
+        )
+    )
+
+
+def gateway() -> str:
+    """What a token costs over gRPC and over HTTP."""
+    values = [
+        (
+            f"{row['way']}, {row['streams']}",
+            (row["us_per_token"]["router"], row["us_per_token"].get("gateway")),
+        )
+        for row in gateway_rows()
+    ]
+    return draw(
+        bars(
+            "CPU time of a token, by way and streams (shorter is better)",
+            ("Two CPU cores; with 2,000 streams other work took two thirds of them.",),
+            values,
+            series=(("router", BLUE), ("gateway", ORANGE)),
+            unit="us",
+        )
+    )
+
+
+def kills() -> str:
+    """What a kill between two GPUs costs."""
+    content = _content(KILLS_FILE)
+    rows = {row["case"]: row for row in content["cases"]}
+    charts = dict(disaggregation_charts(rows, hardware_of(content)))
+    return draw(charts["kill"])
+
+
+DRAWINGS: Mapping[str, Callable[[], str]] = {
+    "serving-decode": partial(serving, "decode"),
+    "serving-shared": partial(serving, "shared"),
+    "serving-ttft": partial(serving, "ttft"),
+    "serving-mixed": partial(serving, "mixed"),
+    "targets": targets,
+    "engine-step": engine_step,
+    "linear-h200": linear,
+    "relay": relay,
+    "gateway": gateway,
+    "kills": kills,
+}
+
+
+def main() -> None:
+    """Write all figures."""
+    for name, drawing in DRAWINGS.items():
+        (FIGURES / f"{name}.svg").write_text(drawing(), encoding="utf-8")
+
+
+def _content(name: str) -> Any:
+    path: Path = RESULTS / name
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""What Pagewire set out to reach, beside what the result files say.
+
+Targets were set before the work, for Llama-3-8B's shape on H200s. Times of the serving matrix are
+at the client.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.stream_statistics import Row
+
+RESULTS = Path(__file__).parent / "results"
+
+# Cases of benchmarks.serving_matrix with one prefill and one decode worker, ms
+SERVING_MS = {
+    "decode/1@1024": 4.5,
+    "decode/8@1024": 4.8,
+    "decode/32@1024": 5.6,
+    "decode/64@1024": 6.8,
+    "decode/128@1024": 9.6,
+    "decode/256@1024": 15.9,
+    "decode/64@8192": 20.3,
+    "decode/16@32768": 19.9,
+    "shared/64,8192,256": 7.5,
+    "shared/256,8192,128": 14.2,
+    "shared/64,32768,256": 10.0,
+    "ttft/1x512": 14.0,
+    "ttft/1x4096": 95.0,
+    "ttft/1x32768": 1160.0,
+    "ttft/16x4096": 1500.0,
+    "ttft/cached": 8.0,
+    "ttft/32-cached-at-once": 16.0,
+    "ttft/256-cached-at-once": 40.0,
+    "mixed/512": 13_000.0,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One target, and what was measured."""
+
+    what: str
+    target: float
+    found: float
+    unit: str
+    is_least: bool = False  # whether more is better
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the figure is within the target."""
+        return self.found >= self.target if self.is_least else self.found <= self.target
+
+
+def serving_outcomes() -> Iterator[Outcome]:
+    """Yield the targets of the serving matrix."""
+    rows = _rows("serving-matrix-h200-x2.json")
+    for case, target in SERVING_MS.items():
+        yield Outcome(what=case, target=target, found=rows[case]["ms"], unit="ms")
+
+
+def other_outcomes() -> Iterator[Outcome]:
+    """Yield all other targets that a result file says something about."""
+    starts = _rows("ready-h200-x2.json")
+    seconds = _rows("serving-matrix-h200.json")["aggregated/mixed/512"]["seconds"]
+    yield Outcome(what="`mixed/512` on one GPU", target=20, found=seconds, unit="s")
+    for what, case, target in (
+        ("ready, cold caches", "ready/cold", 25),
+        ("ready, warm", "ready/warm", 12),
+    ):
+        found = starts[case]["seconds"]
+        yield Outcome(what=what, target=target, found=found, unit="s")
+    yield from _transfers("transfers-h200-x2.json")
+    yield from _kills("kills-nccl-h200-x2.json", "kills-nccl-prefill-during-h200-x2.json")
+    yield from _relay("relay-cpu.json")
+
+
+def _transfers(file: str) -> Iterator[Outcome]:
+    rows = _rows(file)
+    longest = rows["transfer/ttft_share@32768"]
+    pools, mixed = rows["itl/disaggregated"], rows["itl/aggregated"]
+    for what, target, found, unit, is_least in (
+        (
+            "pages of 32,768 tokens, end to end",
+            300,
+            rows["transfer/scattered@32768"]["gb_per_s"],
+            "GB/s",
+            True,
+        ),
+        ("a transfer's share of their first token", 5, 100 * longest["share"], "%", False),
+        ("of it hidden, 32,768 tokens", 80, 100 * longest["hidden_share"], "%", True),
+        (
+            "the same, 8,192 tokens",
+            80,
+            100 * rows["transfer/ttft_share@8192"]["hidden_share"],
+            "%",
+            True,
+        ),
+        (
+            "one new prefix of 64 requests, computed and moved",
+            1.05,
+            max(rows["transfer/dedup"][f"times_{each}"] for each in ("computed", "moved")),
+            "times",
+            False,
+        ),
+        (
+            "chats beside long prompts: p99 of two GPUs without pools over that with them",
+            10,
+            mixed["itl_ms_p99"] / pools["itl_ms_p99"],
+            "times",
+            True,
+        ),
+        (
+            "their total throughput, as a share of that without pools",
+            90,
+            100 * pools["all_tokens_per_s"] / mixed["all_tokens_per_s"],
+            "%",
+            True,
+        ),
+        (
+            "their steps while pages arrive, longer by (medians)",
+            5,
+            100 * (pools["itl_ms_p50"] / pools["calm_itl_ms_p50"] - 1),
+            "%",
+            False,
+        ),
+    ):
+        yield Outcome(what=what, target=target, found=found, unit=unit, is_least=is_least)
+
+
+def _kills(*files: str) -> Iterator[Outcome]:
+    rows = [row for file in files for case, row in _rows(file).items() if case.startswith("kill/")]
+    rounds = [each for row in rows for each in row["rounds"]]
+    quiet = [each["quiet_ms"] / 1000 for each in rounds if each["quiet_ms"] is not None]
+    usable = [(each["usable_ms"] - each["restarted_ms"]) / 1000 for each in rounds]
+    lost = sum(row["lost_requests"] + row["wrong_tokens"] for row in rows)
+    grew = max(row["memory_grew_mib"] for row in rows)
+    for what, target, found, unit in (
+        ("transfers given up, longest", 2, max(quiet), "s"),
+        ("pages move again after the new worker's start, longest", 3, max(usable), "s"),
+        ("lost requests and wrong tokens", 0, lost, ""),
+        ("the survivor's GPU memory within a round, most", 0, grew, "MiB"),
+    ):
+        what = f"{len(rounds)} kills over NCCL: {what}"
+        yield Outcome(what=what, target=target, found=found, unit=unit)
+
+
+def _relay(file: str) -> Iterator[Outcome]:
+    content = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+
+    def row(offered: int, coalesce_ms: float) -> Row:
+        return next(
+            each
+            for each in content["cases"]
+            if each["streams"] == 256
+            and each["offered_tokens_per_s"] == offered
+            and each["coalesce_ms"] == coalesce_ms
+        )
+
+    full = row(40_000, 20.0)
+    yield Outcome(
+        what="tokens of 256 streams through one core of the router, by its CPU time",
+        target=40_000,
+        found=full["tokens_per_s_of_one_router_core"],
+        unit="per s",
+        is_least=True,
+    )
+    for what, coalesce_ms, target in (("gathered", 20.0, 25), ("not gathered", 0.0, 3)):
+        yield Outcome(
+            what=f"how late they come at half that load, {what}, p99",
+            target=target,
+            found=row(20_000, coalesce_ms)["late_ms"]["p99"],
+            unit="ms",
+        )
+
+
+def _rows(file: str) -> dict[str, Row]:
+    content = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    return {row["case"]: row for row in content["cases"] if "error" not in row}
