@@ -259,8 +259,7 @@ def check_tls(config: ClusterConfig) -> tuple[Finding, ...]:
     try:
         wrong_name = check_certificates(config)
     except ConfigError as error:
-        option = str(error).partition(" ")[0].rstrip(":")
-        remedy = f"see {option} in {ALL_OPTIONS}"
+        remedy = f"see that option in {ALL_OPTIONS}"
         return (Finding(check="tls", level="fail", found=str(error), remedy=remedy),)
     findings = []
     for name, section, files in (
