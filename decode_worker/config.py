@@ -1,16 +1,16 @@
 """Configuration of a decode worker; the composition root fills it from the cluster's."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from kv_transfer.deadlines import TransferDeadlines
 from llm_engine.limits import MAX_SEATS
 from options.kept_by_name import kept_by_name
-from options.option import check_options, option
+from options.option import option
+from worker.config import HostConfig
 
 
 @kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecodeConfig:
+class DecodeConfig(HostConfig):
     """Limits and deadlines. Times are seconds."""
 
     # Batch
@@ -37,15 +37,6 @@ class DecodeConfig:
     max_request_choices: int = option(64, "Choices of one request, its n.", at_least=1)
 
     # Passes that fail
-    max_failed_passes: int = option(
-        3, "Failed passes in a row, probes included, before the worker restarts.", at_least=1
-    )
-    max_step_s: float = option(
-        60.0,
-        "Time limit of an engine step. One that takes longer hangs, for instance in the GPU's "
-        "driver, and the worker restarts.",
-        above=0,
-    )
     max_request_failures: int = option(
         2,
         "Failed passes of one request, on all workers, before it fails with INTERNAL.",
@@ -77,17 +68,8 @@ class DecodeConfig:
         "Undelivered tokens that a router may leave unread; more end its session.",
         at_least=1,
     )
-    heartbeat_s: float = option(0.5, "Period of heartbeats to a router.", above=0)
-
-    transfer_deadlines: TransferDeadlines = field(default_factory=TransferDeadlines)
-    hash_key: bytes = field(
-        default=b"", repr=False
-    )  # of page hashes; the same in the whole cluster
 
     @property
     def max_choices(self) -> int:
         """The largest n that also fits into a batch."""
         return min(self.max_request_choices, self.max_running_sequences)
-
-    def __post_init__(self) -> None:
-        check_options(self)

@@ -1,15 +1,15 @@
 """Configuration of a prefill worker; the composition root fills it from the cluster's."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from kv_transfer.deadlines import TransferDeadlines
 from options.kept_by_name import kept_by_name
-from options.option import check_options, option
+from options.option import option
+from worker.config import HostConfig
 
 
 @kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillConfig:
+class PrefillConfig(HostConfig):
     """Limits and deadlines. Times are seconds."""
 
     max_step_tokens: int = option(
@@ -35,21 +35,3 @@ class PrefillConfig:
         "a round trip; fewer pages overlap better. Over a network, 256 MiB move at a time at most.",
         at_least=1,
     )
-    max_failed_passes: int = option(
-        3, "Consecutive failed passes, probes included; then the worker restarts.", at_least=1
-    )
-    max_step_s: float = option(
-        60.0,
-        "Time limit of an engine step. One that takes longer hangs, for instance in the GPU's "
-        "driver, and the worker restarts.",
-        above=0,
-    )
-    heartbeat_s: float = option(0.5, "Period of heartbeats to a router.", above=0)
-
-    transfer_deadlines: TransferDeadlines = field(default_factory=TransferDeadlines)
-    hash_key: bytes = field(
-        default=b"", repr=False
-    )  # of page hashes; the same in the whole cluster
-
-    def __post_init__(self) -> None:
-        check_options(self)

@@ -26,7 +26,8 @@ from worker.own_host import host_names, look
 from worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from worker.context import HostConfig, WorkerContext
+    from worker.config import HostConfig
+    from worker.context import WorkerContext
     from worker.host import Pool
     from worker.identity import WorkerIdentity
 

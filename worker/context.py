@@ -1,16 +1,16 @@
 """State that the host and the pool of one worker share: identity, cache, flags."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from credentials.cluster import ClusterCredentials
 from grammars.errors import NoVocabulary
 from grammars.store import Grammars
 from kv_cache.prefix_cache import PrefixCache
-from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.transport import Transport
 from protos.contract import contract_difference
 from worker.background import BackgroundTasks
+from worker.config import HostConfig
 from worker.errors import Draining, OtherContract, StaleIncarnation
 from worker.executor import EngineExecutor
 from worker.identity import ModelInfo, WorkerIdentity
@@ -18,25 +18,6 @@ from worker.wake import Wake
 
 if TYPE_CHECKING:  # it imports tokenizers
     from grammars.vocabulary import ModelTokens
-
-
-class HostConfig(Protocol):
-    """The part of a pool's configuration that the host reads."""
-
-    @property
-    def transfer_deadlines(self) -> TransferDeadlines: ...
-
-    @property
-    def max_failed_passes(self) -> int: ...
-
-    @property
-    def max_step_s(self) -> float: ...
-
-    @property
-    def heartbeat_s(self) -> float: ...
-
-    @property
-    def hash_key(self) -> bytes: ...
 
 
 Config_co = TypeVar("Config_co", bound=HostConfig, covariant=True)

@@ -25,7 +25,8 @@ from llm_engine.sampling import SequenceSlice
 from observability.logs import fields
 from pagewire.types import WorkerStatus
 from worker.cache_feed import CacheFeed
-from worker.context import HostConfig, WorkerContext
+from worker.config import HostConfig
+from worker.context import WorkerContext
 from worker.errors import Draining, WorkerError
 from worker.load import WorkerLoad, WorkerTotals
 from worker.server import WORKER_SERVICE, WorkerServicer, register_worker_services

@@ -31,7 +31,8 @@ from options.ports import FreePorts
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from protos.addresses import join_address
 from protos.call_guard import CallGuard
-from worker.context import HostConfig, WorkerContext
+from worker.config import HostConfig
+from worker.context import WorkerContext
 from worker.executor import ThreadExecutor
 from worker.host import Pool, WorkerHost
 from worker.identity import ModelInfo, WorkerIdentity
