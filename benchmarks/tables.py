@@ -134,7 +134,13 @@ def pools() -> str:
         ("replay", "first tokens, p99", "ttft_ms_p99", "ms"),
         ("replay", "between tokens, p99", "itl_ms_p99", "ms"),
         ("replay", "requests answered", "requests_per_s", "per s"),
+        ("replay", "prompt tokens", "prompt_tokens", ""),
+        ("replay", "of these found in caches", "hit_tokens", ""),
+        ("replay", "moved", "gb_moved", "GB"),
     )
+    for arm in POOL_ARMS:
+        replay = rows[f"replay/{arm}"]
+        replay["gb_moved"] = replay["bytes_moved"] / 1e9
     return table(
         ("what", "unit", "1 + 1", "0 + 2"),
         (
