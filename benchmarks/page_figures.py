@@ -39,7 +39,7 @@ def serving(kind: str) -> str:
 def targets() -> str:
     """Each case of the serving matrix as a share of its target."""
     found = list(serving_outcomes())
-    shares = [(each.what.partition("/")[2], [100 * each.found / each.target]) for each in found]
+    shares = [(each.what.removeprefix("ttft/"), [100 * each.found / each.target]) for each in found]
     return draw(
         bars(
             "The serving matrix on 1 + 1 workers, as a share of its targets, logarithmic",

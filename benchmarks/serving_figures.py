@@ -189,7 +189,7 @@ def bars(
         series=series,
         case_heading="",
         unit=unit,
-        ticks=tuple((part, f"{value:,.5g}") for part, value in ticks),
+        ticks=tuple((part, f"{value:,.6g}") for part, value in ticks),
         groups=tuple(
             Group(case=case, values=tuple(row), lengths=tuple(map(length, row)))
             for case, row in values
