@@ -18,10 +18,11 @@ from typing import Any
 
 import yaml
 
+from cluster.certificates import ANY_HOST
 from cluster.config import ClusterConfig
 from cluster.config_file import load_config
 from cluster.errors import ConfigError
-from credentials.door import is_loopback_host
+from credentials.errors import OpenInClear
 from options.yaml_text import YamlError, parse_yaml
 
 FILE = "kustomization.yaml"
@@ -207,12 +208,17 @@ def _unlike_the_pods(config: ClusterConfig, cluster: Any) -> Iterator[str]:
     workers = [each["template"]["spec"] for each in cluster["workerGroupSpecs"]]
     if config.ray_address != "auto":
         yield f"cluster.yaml: ray_address: found {config.ray_address!r}; allowed: 'auto'"
-    if config.host and is_loopback_host(config.host):
+    if config.host not in ANY_HOST:
         yield (
-            f"cluster.yaml: host: found {config.host!r}, which no other pod reaches; allowed: "
-            "'0.0.0.0'"
+            f"cluster.yaml: host: found {config.host!r}; allowed: '0.0.0.0', because other pods "
+            "connect to the pod's address, and probes and port-forward to localhost"
         )
     ports = _ports([head])
+    if "controller" in ports and not config.secret_file:
+        yield (
+            "cluster.yaml: secret_file: found none; allowed: a file, because the separate routers' "
+            "keys come from its secret, and without it each start draws another one"
+        )
     for option, name in (
         ("port", "grpc"),
         ("http_port", "http"),
@@ -238,14 +244,51 @@ def _unlike_the_pods(config: ClusterConfig, cluster: Any) -> Iterator[str]:
             f"terminationGracePeriodSeconds, {given}"
         )
     (up,) = [each for each in head["containers"] if each["name"] == "up"]
-    empty = {each["name"] for each in head["volumes"] if "emptyDir" in each}
-    folders = [each["mountPath"] for each in up["volumeMounts"] if each["name"] not in empty]
+    yield from _unlike_the_probes(config, up)
     for option, file in _files(config):
-        if not any(Path(file).is_relative_to(folder) for folder in folders):
-            yield (
-                f"cluster.yaml: {option}: found {file!r}; allowed: a path in a volume of the "
-                f"head's container up: {', '.join(folders)}"
-            )
+        readers = [(head, up)]
+        # Of all pods, the first container is Ray's.
+        if option != "secret_file":
+            readers.append((head, head["containers"][0]))
+        if option == "model" or option.startswith("tls."):
+            readers += [(each, each["containers"][0]) for each in workers]
+        for pod, container in readers:
+            folders = _folders(pod, container)
+            if not any(Path(file).is_relative_to(folder) for folder in folders):
+                yield (
+                    f"cluster.yaml: {option}: found {file!r}; allowed: a path in a volume of the "
+                    f"container {container['name']}, which reads it: {', '.join(folders)}"
+                )
+                break
+
+
+def _unlike_the_probes(config: ClusterConfig, up: Any) -> Iterator[str]:
+    """Yield what lets no server start, or no probe connect: TLS on one side alone."""
+    option, front = "front_tls.certificate_file", config.front_tls
+    if not config.insecure:
+        for name, section in ((option, front), ("tls.certificate_file", config.tls)):
+            if not section.is_on:
+                yield f"cluster.yaml: {OpenInClear(name, 'the pods')}"
+        if not front.is_on:
+            return
+    expects_tls = "--authority-file" in str(up.get("readinessProbe"))
+    if expects_tls and not front.is_on:
+        yield (
+            f"cluster.yaml: {option}: found none; allowed: a certificate, because with "
+            "components/tls the probes connect over TLS"
+        )
+    elif front.is_on and not expects_tls:
+        yield (
+            f"cluster.yaml: {option}: found {front.certificate_file!r}; allowed: none, because "
+            "without components/tls the probes connect in clear"
+        )
+
+
+def _folders(pod: Any, container: Any) -> list[str]:
+    """Return where a container has volumes that hold something when it starts."""
+    empty = {each["name"] for each in pod.get("volumes", []) if "emptyDir" in each}
+    mounts = container.get("volumeMounts", [])
+    return [each["mountPath"] for each in mounts if each["name"] not in empty]
 
 
 def _missing_interfaces(config: ClusterConfig, cluster: Any) -> Iterator[str]:

@@ -11,6 +11,11 @@ from tests.deploy.manifest_checks import STOP_SPARE_S
 from tests.deploy.test_kubernetes import KUBERNETES, OVERLAYS
 
 KUSTOMIZATION, CONFIG = "kustomization.yaml", "cluster.yaml"
+SECRET = "secret_file: /etc/pagewire-secret/secret"
+FRONT_TLS = """front_tls:
+  certificate_file: /etc/pagewire-front-tls/tls.crt
+  key_file: /etc/pagewire-front-tls/tls.key
+"""
 
 
 @pytest.fixture
@@ -72,10 +77,39 @@ def test_our_overlays_can_be_applied(name, capsys):
         (CONFIG, "http_port: 8000", "http_port: 1", "http_port: found 1; allowed: 8000, which is"),
         (CONFIG, "r_port: 50052", "r_port: 1", "controller_port: found 1; allowed: 50052, which"),
         (CONFIG, "9401-9401", "9401-9402", "_ports: found '9401-9402'; allowed: '9401-9401', as"),
-        (CONFIG, "0.0.0.0", "127.0.0.1", "host: found '127.0.0.1', which no other pod reaches;"),
+        (CONFIG, "0.0.0.0", "127.0.0.1", "host: found '127.0.0.1'; allowed: '0.0.0.0', because o"),
+        (CONFIG, "host: 0.0.0.0\n", "", "host: found ''; allowed: '0.0.0.0', because other pods c"),
         (CONFIG, "address: auto", "address: ray:6379", "ray_address: found 'ray:6379'; allowed: '"),
         (CONFIG, "grace_s: 30", "grace_s: 43", "stop_grace_s: found 43; allowed: up to 42.5, beca"),
         (CONFIG, "pagewire-secret/s", "s/s", "secret_file: found '/etc/s/secret'; allowed: a path"),
+        (CONFIG, f"{SECRET}\n", "", "secret_file: found none; allowed: a file, because the separ"),
+        (
+            CONFIG,
+            "log_format: json",
+            "router: {tenants_file: /etc/pagewire/tenants.yaml}",
+            "router.tenants_file: found '/etc/pagewire/tenants.yaml'; allowed: a path in a volume "
+            "of the container ray-head, which reads it: /model, /etc/pagewire-tenants, ",
+        ),
+        (
+            CONFIG,
+            FRONT_TLS,
+            "",
+            "front_tls.certificate_file: found none; allowed: a certificate, w",
+        ),
+        (
+            CONFIG,
+            FRONT_TLS,
+            "insecure: true",
+            "front_tls.certificate_file: found none; allowed: a certificate, because with "
+            "components/tls the probes connect over TLS",
+        ),
+        (
+            KUSTOMIZATION,
+            "  - ../../components/tls\n",
+            "",
+            "front_tls.certificate_file: found '/etc/pagewire-front-tls/tls.crt'; allowed: none, "
+            "because without components/tls the probes connect in clear",
+        ),
         (CONFIG, "tls/ca.crt", "ca.crt", "tls.authority_file: found '/etc/pagewire-ca.crt'; all"),
         (
             KUSTOMIZATION,
