@@ -88,7 +88,8 @@ def up(config: ClusterConfig) -> None:
         cluster = bring_up(config, signals, say)
     if note := context_note(config, cluster.device, cluster.context_tokens, "up"):
         say(note)
-    say(f"ready: {serving_where(config, cluster)}; `pagewire down` ends it")
+    there = f" --ray-address {config.ray_address}" if config.ray_address else ""
+    say(f"ready: {serving_where(config, cluster)}; `pagewire down{there}` ends it")
 
 
 def down(config: ClusterConfig, grace_s: float | None) -> None:

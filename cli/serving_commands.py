@@ -1,7 +1,6 @@
 """The commands that run a cluster until they end: pagewire serve, demo."""
 
 import os
-import socket
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -13,7 +12,7 @@ import typer
 from cli.flags import add_command
 from cli.stop_signals import StopSignals
 from cluster.capacity import context_remedy, pages_of_worker, pool_remedy, read_model_needs
-from cluster.certificates import http_url, own_client, with_absolute_files
+from cluster.certificates import client_hosts, http_url, own_client, with_absolute_files
 from cluster.config import ClusterConfig
 from cluster.devices import count_gpus, most_gpus
 from cluster.environment import prepare_ray
@@ -200,15 +199,17 @@ def serving_where(config: ClusterConfig, cluster: "RunningCluster") -> str:
         http = f"; HTTP on {url}/v1, chat page at {url}/"
     assert config.model is not None
     name = config.served_model_name or model_name(config.model)
-    return f"pagewire serves {name} on {_where(cluster.address)} ({cluster.device}){http}"
+    where = _where(config, cluster.address)
+    return f"pagewire serves {name} on {where} ({cluster.device}){http}"
 
 
-def _where(address: str) -> str:
+def _where(config: ClusterConfig, address: str) -> str:
     """Return an address and, if it means all interfaces, addresses to connect to."""
     host, _, port = address.rpartition(":")
-    if host not in ("0.0.0.0", "[::]"):  # noqa: S104 - compared, not bound
+    hosts = client_hosts(config, host)
+    if hosts == (host,):
         return address
-    return f"{address}, for clients localhost:{port} or {socket.gethostname()}:{port}"
+    return f"{address}, for clients {' or '.join(f'{each}:{port}' for each in hosts)}"
 
 
 app = typer.Typer(rich_markup_mode=None)

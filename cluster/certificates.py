@@ -1,6 +1,8 @@
 """Checks a cluster's certificates, and connects its own processes as clients."""
 
+import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,11 +103,27 @@ def own_client(config: ClusterConfig) -> Tls | None:
     return replace(tls, certificate_file=inside.certificate_file, key_file=inside.key_file)
 
 
+def client_hosts(config: ClusterConfig, host: str) -> tuple[str, ...]:
+    """Return by which names clients reach a server that listens at a host, this host's first.
+
+    Of a server on all interfaces, these are the names that its certificate is for.
+    """
+    if host.strip("[]") not in ANY_HOST:
+        return (host,)
+    names: tuple[str, ...] = ()
+    # A pair that is being renewed does not match; the servers keep the one before it.
+    with suppress(PemError):
+        names = read_pem(config.front_tls.files(config.tls)).names if config.front_tls.is_on else ()
+    ordered = sorted(names, key=lambda name: (name != "localhost", "*" in name))
+    hosts = tuple(f"[{name}]" if ":" in name else name for name in ordered)
+    return hosts or ("localhost", socket.gethostname())
+
+
 def http_url(config: ClusterConfig, address: str) -> str:
     """Return the URL of an HTTP gateway that listens at `host:port`, for browsers on its host."""
     scheme = "https" if config.front_tls.is_on else "http"
     host, _, port = address.rpartition(":")
-    return f"{scheme}://{'localhost' if host.strip('[]') in ANY_HOST else host}:{port}"
+    return f"{scheme}://{client_hosts(config, host)[0]}:{port}"
 
 
 def with_absolute_files(config: ClusterConfig) -> ClusterConfig:

@@ -42,6 +42,8 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
     for name in names:
         if name not in (*known, *workers.leaving):
             raise ConfigError(f"NAME: found {name!r}; allowed: {', '.join(known)}")
+        if names.count(name) > 1:
+            raise ConfigError(f"NAME: found {name!r} twice; allowed: each name once")
         if is_worker(name):
             check_restart(workers, name)
     with told_at_interrupt(NOTHING_CHANGED):

@@ -54,6 +54,9 @@ def scale_cluster(
             with told_at_interrupt(_goes_on(plan, ended=plan.starts)):
                 try:
                     _wait_served(actors, facts.config, say)
+                except ClusterError as error:
+                    _end(controller, actors)
+                    raise StartError(f"{error}\n{_goes_on(plan, ended=plan.starts)}") from error
                 except BaseException:
                     _end(controller, actors)
                     raise

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 from pagewire.arguments import refused, shown
 from pagewire.errors import FieldViolation, InvalidRequestError, TlsError
-from pagewire.protos.pem import LivePem, Pem, PemError, PemFile, PemFiles, client_context
+from pagewire.protos.pem import (
+    HOSTNAME_MISMATCH,
+    IP_MISMATCH,
+    LivePem,
+    Pem,
+    PemError,
+    PemFile,
+    PemFiles,
+    client_context,
+)
 
 PROBE_S = 1.0  # for a router to greet
 
@@ -21,6 +30,14 @@ _NO_CERTIFICATE = (
     "requires from each client a certificate of an authority that it trusts; see "
     "tls.certificate_file, or --certificate-file"
 )
+_AUTHORITY = "; see tls.authority_file, or --authority-file, for the authority to trust"
+_SERVER_NAME = "; connect by a name that it is for, or see tls.server_name, for the one to expect"
+# By OpenSSL's codes, X509_V_ERR_*: self-signed, itself or its authority; no issuer; another name or
+# address.
+_REMEDIES = {
+    **dict.fromkeys((18, 19, 20, 21), _AUTHORITY),
+    **dict.fromkeys((HOSTNAME_MISMATCH, IP_MISMATCH), _SERVER_NAME),
+}
 
 
 # Without slots, so that pickles hold the fields by name: newer code may read the arguments of a
@@ -128,7 +145,7 @@ def _told(address: str, error: ssl.SSLError, *, is_plain: bool) -> TlsError | No
         return _error(address, _IN_CLEAR) if "ALERT" in reason else None
     if isinstance(error, ssl.SSLCertVerificationError):
         told = f"shows a certificate that is not trusted: {error.verify_message}"
-        return _error(address, told)
+        return _error(address, f"{told}{_REMEDIES.get(error.verify_code, '')}")
     if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
         return _error(address, _NO_CERTIFICATE)
     if "WRONG_VERSION" in reason or "RECORD_LAYER" in reason:

@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 1 << 20
 _NO_CHECK_TIME = 0x20_0000  # X509_V_FLAG_NO_CHECK_TIME, which `ssl` has no name for
-_HOSTNAME_MISMATCH = 62  # X509_V_ERR_HOSTNAME_MISMATCH
-_IP_MISMATCH = 64  # X509_V_ERR_IP_ADDRESS_MISMATCH
+HOSTNAME_MISMATCH = 62  # X509_V_ERR_HOSTNAME_MISMATCH
+IP_MISMATCH = 64  # X509_V_ERR_IP_ADDRESS_MISMATCH
 _ROUNDS = 4  # more than a handshake has, in any version
 
 Side = Literal["server", "client"]
@@ -163,7 +163,7 @@ def is_for(pem: Pem, host: str) -> bool:
     try:
         _show(pem, "server", trusted=pem.certificate, is_timeless=True, host=host)
     except ssl.SSLCertVerificationError as error:
-        if error.verify_code in (_HOSTNAME_MISMATCH, _IP_MISMATCH):
+        if error.verify_code in (HOSTNAME_MISMATCH, IP_MISMATCH):
             return False
         raise
     except ValueError:  # not a possible host name

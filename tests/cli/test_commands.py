@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from cli import commands, serving_commands
 from cli.flags import add_command
+from cluster.config import ClusterConfig
 from cluster.config_file import load_config
 from cluster.config_options import config_options
 from cluster.demo_model import demo_model_dir
@@ -268,9 +269,10 @@ def test_help_tells_the_exit_codes():
 
 
 def test_an_address_of_all_interfaces_comes_with_one_to_connect_to():
-    assert serving_commands._where("10.0.0.1:5") == "10.0.0.1:5"
+    config = ClusterConfig()
+    assert serving_commands._where(config, "10.0.0.1:5") == "10.0.0.1:5"
     for host in ("0.0.0.0", "[::]"):
-        address = serving_commands._where(f"{host}:5")
+        address = serving_commands._where(config, f"{host}:5")
         assert address.startswith(f"{host}:5, for clients localhost:5 or ")
 
 

@@ -48,3 +48,18 @@ def test_an_interrupted_down_says_that_it_is_to_be_run_again(host, step):
     assert result.stderr == f"stopped by SIGINT before it was done; {again}\n"
     assert result.returncode == 130
     assert result.stdout == "stopping; running requests have 7 s\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "ends"),
+    [((), "`pagewire down`"), (("--ray-address", "h:1"), "`pagewire down --ray-address h:1`")],
+)
+def test_up_says_which_command_ends_the_cluster(host, monkeypatch, given, ends):
+    started = SimpleNamespace(device="cpu", context_tokens=1)
+    monkeypatch.setattr(bring_up, "bring_up", lambda *_: started)
+    monkeypatch.setattr(lifecycle_commands, "context_note", lambda *_: "")
+    monkeypatch.setattr(lifecycle_commands, "serving_where", lambda *_: "pagewire serves")
+
+    result = run_main("up", "--model", "/m", *given)
+
+    assert result.stdout + result.stderr == f"ready: pagewire serves; {ends} ends it\n"

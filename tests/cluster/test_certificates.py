@@ -1,5 +1,6 @@
 """What is refused before a cluster starts, and how its own processes get to its router."""
 
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from cluster.certificates import (
     check_certificates,
     check_links,
+    client_hosts,
     http_url,
     own_client,
     with_absolute_files,
@@ -44,6 +46,20 @@ def config_of(authority: Authority, *, asks_clients: bool = False, **options: An
 def test_the_url_of_a_gateway_can_be_opened(address: str, host: str, authority: Authority) -> None:
     assert http_url(ClusterConfig(), address) == f"http://{host}"
     assert http_url(config_of(authority), address) == f"https://{host}"
+
+
+def test_clients_are_told_the_names_of_the_certificate(authority: Authority) -> None:
+    config = config_of(authority)
+    pair = authority.pair("*.example.org", "llm.example.org", "fd00::1", "localhost")
+    front = replace(config.front_tls, **pair._asdict())
+    named = replace(config, front_tls=front)
+    half_renewed = replace(config, front_tls=replace(front, key_file=config.front_tls.key_file))
+
+    expected = ("localhost", "llm.example.org", "[FD00:0:0:0:0:0:0:1]", "*.example.org")
+    assert client_hosts(named, "0.0.0.0") == expected
+    assert client_hosts(half_renewed, "0.0.0.0")[0] == "localhost"
+    assert client_hosts(config, "10.0.0.1") == ("10.0.0.1",)
+    assert client_hosts(ClusterConfig(), "[::]") == ("localhost", socket.gethostname())
 
 
 def test_certificates_that_fit_are_taken(authority: Authority) -> None:

@@ -9,7 +9,7 @@ import ray
 from cluster import rolling as module
 from cluster.config_file import load_config
 from cluster.controller import Contracts
-from cluster.errors import StartError
+from cluster.errors import ConfigError, StartError
 from cluster.rolling import restart_cluster
 from cluster.scaling import ClusterWorkers
 
@@ -120,6 +120,18 @@ def test_a_worker_that_the_router_cannot_use_is_not_waited_for(monkeypatch):
     with pytest.raises(StartError, match=f"no requests from this router: {difference}; "):
         restart_cluster(cluster, ["decode-0"], 7.0, lambda line: None)
     assert cluster.looks == 10
+
+
+def test_a_name_given_twice_is_refused(monkeypatch):
+    cluster = Cluster(monkeypatch)
+    said = []
+
+    with pytest.raises(
+        ConfigError, match=r"^NAME: found 'decode-0' twice; allowed: each name once"
+    ):
+        restart_cluster(cluster, ["decode-0", "router-0", "decode-0"], 7.0, said.append)
+
+    assert said == []
 
 
 def test_a_router_that_left_before_its_turn_is_told(monkeypatch):

@@ -78,6 +78,23 @@ def test_an_interrupted_scale_says_what_goes_on_by_itself(
     assert cluster.killed == cluster.forgotten == killed
 
 
+def test_workers_that_do_not_start_are_ended_and_told(monkeypatch):
+    def fail(*_):
+        raise StartError("decode-2 cannot serve beside the others")
+
+    cluster = Cluster(monkeypatch, interrupted_at=None, starts=("decode-2",), drains=("prefill-0",))
+    monkeypatch.setattr(module, "wait_ready", fail)
+
+    with pytest.raises(StartError) as failure:
+        scale_cluster(cluster, {"decode": 3}, 7.0, lambda line: None)
+
+    assert str(failure.value).splitlines() == [
+        "decode-2 cannot serve beside the others",
+        "decode-2 is ended again; prefill-0 is still leaving; `pagewire status` shows it",
+    ]
+    assert cluster.killed == cluster.forgotten == ["decode-2"]
+
+
 def test_an_interrupted_drain_says_that_the_worker_leaves_nevertheless(monkeypatch):
     cluster = Cluster(monkeypatch, interrupted_at="gone", drains=("decode-1",))
     said = []

@@ -49,6 +49,7 @@ def test_a_name_is_expected_where_the_address_is_another(authority: Authority) -
             assert client.generate("x").text == "Hello"
 
     assert "a certificate that is not trusted: IP address mismatch" in str(caught.value)
+    assert "; connect by a name that it is for, or see tls.server_name" in str(caught.value)
 
 
 def test_a_client_with_a_certificate_is_let_in_where_one_is_wanted(authority: Authority) -> None:
@@ -66,7 +67,8 @@ FAULTS = {
     "in clear where certificates are wanted": "takes connections over TLS only, and this one is in",
     "over TLS to a server in clear": "does not speak TLS, but this client does; connect without "
     "TLS",
-    "who believes another authority": "a certificate that is not trusted: unable to get local",
+    "who believes another authority": "a certificate that is not trusted: unable to get local "
+    "issuer certificate; see tls.authority_file, or --authority-file, for the authority to trust",
     "who believes public authorities": "shows a certificate that is not trusted: ",
     "without a certificate": WANTS,
     "with one of another authority": WANTS,
