@@ -138,7 +138,7 @@ class ClusterConfig:
         "of the range that port, http_port, controller_port, router.metrics_port and "
         "worker_metrics_ports name are left to those servers. NCCL and Ray use other ports.",
         accepts=is_port_range,
-        accepted="two ports of 1024 to 65535, as in 20000-20099",
+        accepted="two ports of 1024 to 65535, the lower one first, as in 20000-20099",
     )
     worker_metrics_ports: str = option(
         "",
@@ -147,7 +147,7 @@ class ClusterConfig:
         "free one, on the address of its other ports. With TLS, Prometheus needs a certificate of "
         "tls.authority_file.",
         accepts=is_port_range,
-        accepted="two ports of 1024 to 65535, as in 9401-9408",
+        accepted="two ports of 1024 to 65535, the lower one first, as in 9401-9408",
     )
     network_interface: str = option(
         "",

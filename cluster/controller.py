@@ -12,6 +12,7 @@ calls yet.
 import asyncio
 import logging
 import os
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -491,7 +492,9 @@ def own_address(config: ClusterConfig) -> str:
 
 def _has_come_back() -> bool:
     """Return whether this is not the controller's first process."""
-    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+    # Ray's property uses a deprecated one of its own, and warns every user of a cluster of it.
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _now() -> float:

@@ -192,7 +192,7 @@ class _Reader:
         for index, value in enumerate(values):
             digest = _digest(value)
             if digest is None:  # not shown: it may be the token itself
-                found = f"{len(value)} characters" if isinstance(value, str) else _kind(value)
+                found = f"a text of length {len(value)}" if isinstance(value, str) else _kind(value)
                 told = f"{path}[{index}]: found {found}; allowed:"
                 self._refuse(path, told, _HASH_ALLOWED)
             elif other := self._owners.get(digest):

@@ -310,7 +310,7 @@ def test_a_tenants_file_that_cannot_be_used_is_refused_before_anything_is_starte
     for path, told in (
         (
             file,
-            r"tenants.yaml, line 1: acme.token_hashes\[0\]: found 1 characters; allowed: sha256",
+            r"tenants.yaml, line 1: acme.token_hashes\[0\]: found a text of length 1; allowed: sha",
         ),
         (tmp_path / "none", r"^router.tenants_file: found '.*none', .* read: No such file"),
     ):

@@ -87,6 +87,7 @@ def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly():
         server.send_signal(signal.SIGTERM)
         output, errors = server.communicate(timeout=30)
 
+    assert "DeprecationWarning" not in output + errors, "Ray's own are not for users"
     assert not any(reachable.values()), f"other hosts reach {reachable}"
     assert priorities == {psutil.Process().nice()}, "workers do not give way to others"
     assert "ray::PrefillActor" in names

@@ -86,7 +86,7 @@ BAD = [
     ),
     (
         "acme:\n  token_hashes: [sha256:00ff]",
-        ["line 2: acme.token_hashes[0]: found 11 characters; allowed: sha256: and 64 hexadecimal"],
+        ["line 2: acme.token_hashes[0]: found a text of length 11; allowed: sha256: and 64"],
     ),
     (
         f"acme: {{token_hashes: [{A}, 5]}}",
