@@ -114,7 +114,9 @@ def client_hosts(config: ClusterConfig, host: str) -> tuple[str, ...]:
     # A pair that is being renewed does not match; the servers keep the one before it.
     with suppress(PemError):
         names = read_pem(config.front_tls.files(config.tls)).names if config.front_tls.is_on else ()
-    ordered = sorted(names, key=lambda name: (name != "localhost", "*" in name))
+    ordered = sorted(
+        (each for each in names if "*" not in each), key=lambda name: name != "localhost"
+    )
     hosts = tuple(f"[{name}]" if ":" in name else name for name in ordered)
     return hosts or ("localhost", socket.gethostname())
 

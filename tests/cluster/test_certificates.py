@@ -55,7 +55,7 @@ def test_clients_are_told_the_names_of_the_certificate(authority: Authority) -> 
     named = replace(config, front_tls=front)
     half_renewed = replace(config, front_tls=replace(front, key_file=config.front_tls.key_file))
 
-    expected = ("localhost", "llm.example.org", "[FD00:0:0:0:0:0:0:1]", "*.example.org")
+    expected = ("localhost", "llm.example.org", "[FD00:0:0:0:0:0:0:1]")  # no pattern
     assert client_hosts(named, "0.0.0.0") == expected
     assert client_hosts(half_renewed, "0.0.0.0")[0] == "localhost"
     assert client_hosts(config, "10.0.0.1") == ("10.0.0.1",)
