@@ -164,12 +164,17 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header, or a trailer of a chunked body."""
+        """Take a header; a trailer of a chunked body is only counted.
+
+        Among the headers, a trailer could name a caller or a host that a proxy before the gateway
+        has not seen (RFC 9110, 6.5.1).
+        """
         if self._is_framing:
             return
         self._num_headers += 1
         self._count(len(name) + len(value))
-        super().on_header(name, value)
+        if self._part is _Part.HEAD:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """End a head: the request waits, or is answered."""

@@ -102,6 +102,17 @@ def test_two_keys_are_no_key(served: Gateway, first: str) -> None:
     assert answer.error["code"] == "invalid_api_key"
 
 
+def test_a_key_among_the_trailers_is_no_key(served: Gateway) -> None:
+    """What stands before a gateway may have looked at the headers only."""
+    framing = {"content_type": "application/json", "transfer_encoding": "chunked"}
+    trailers = b"authorization: Bearer acme\r\nx-request-id: of-the-trailer\r\n"
+    data = request("/tokenize", **framing) + b"2\r\n{}\r\n0\r\n" + trailers + b"\r\n"
+    answer = exchange(served.host_and_port, data)
+
+    assert answer.status == 401
+    assert answer.headers["x-request-id"] != "of-the-trailer"
+
+
 def test_who_has_a_key_may_address_the_gateway_by_any_name(served: Gateway) -> None:
     data = request("/v1/models", method="GET", authorization="Bearer acme", host="llm.example.org")
 
