@@ -22,6 +22,7 @@ from pagewire.protos.call_tasks import mark_seen
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from protos.addresses import join_address
 from protos.call_guard import CallGuard
+from protos.rpc_server import rpc_server
 from router.membership import PoolName, WorkerMember
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
             OpenInClear: Other hosts could connect without encryption.
         """
         credentials = ClusterCredentials(self._keys, secrets.randbits(63) + 1)
-        server = grpc.aio.server(
+        server = rpc_server(
             interceptors=[
                 ServerGate(credentials, CONTROLLER_CALLERS),
                 CallGuard(max_calls=MAX_WATCHES),

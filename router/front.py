@@ -9,6 +9,7 @@ import grpc
 
 from pagewire.protos.grpc_options import LISTEN_OPTIONS, MAX_MESSAGE_BYTES, MAX_STREAM_AGE_S
 from protos.call_guard import CallGuard
+from protos.rpc_server import rpc_server
 from router.config import RouterConfig
 from router.tenants.gate import TenantGate, caller_name
 from router.tenants.registry import Tenants
@@ -41,7 +42,7 @@ def make_server(
     )
     options = dict(server_options(config)) | {"grpc.so_reuseport": int(shares_port)}
     interceptors = [TenantGate(tenants), guard]
-    return grpc.aio.server(options=tuple(options.items()), interceptors=interceptors)
+    return rpc_server(interceptors=interceptors, options=tuple(options.items()))
 
 
 def max_open_calls(config: RouterConfig) -> int:

@@ -31,6 +31,7 @@ from options.ports import FreePorts
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from protos.addresses import join_address
 from protos.call_guard import CallGuard
+from protos.rpc_server import rpc_server
 from worker.config import HostConfig
 from worker.context import WorkerContext
 from worker.executor import ThreadExecutor
@@ -103,7 +104,7 @@ class WorkerProcess:
         executor = ThreadExecutor(engine, max_call_s=self._config.max_step_s)
         incarnation = secrets.randbits(63) + 1  # 0 means none
         credentials = ClusterCredentials(self._keys, incarnation)
-        server = grpc.aio.server(
+        server = rpc_server(
             interceptors=[ServerGate(credentials), CallGuard(max_calls=MAX_OPEN_CALLS)],
             options=WORKER_SERVER_OPTIONS,
         )

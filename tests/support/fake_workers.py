@@ -12,6 +12,7 @@ from decode_worker.config import DecodeConfig
 from kv_transfer.proven_sockets import ProvenSockets
 from kv_transfer.tcp import TcpTransport
 from prefill_worker.config import PrefillConfig
+from protos.rpc_server import rpc_server
 from tests.support.cluster_keys import credentials_of, role_of
 from tests.support.fake_engine import FakeEngine, FakeModel
 from tests.support.worker_hosts import host_of
@@ -52,7 +53,7 @@ class FakeWorkers:
     async def start(self, worker_id: str) -> None:
         incarnation = random.Random(worker_id).randrange(1, 2**63)
         credentials = credentials_of(role_of(worker_id), worker_id, incarnation)
-        server = grpc.aio.server(interceptors=[ServerGate(credentials)])
+        server = rpc_server(interceptors=[ServerGate(credentials)], options=())
         port = server.add_insecure_port("127.0.0.1:0")
         identity = WorkerIdentity(
             worker_id=worker_id, incarnation=incarnation, address=f"127.0.0.1:{port}"
