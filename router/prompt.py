@@ -93,6 +93,7 @@ class Chat:
     field: str
     read_messages: Callable[[], tuple[ChatMessage, ...]]
     num_bytes: int  # about their size; many small ones take long to read
+    held_bytes: int  # of memory that they take until they are read; small ones take far more
     tools_json: str = ""  # functions that the model may call; empty: none
     adds_special_tokens: bool = False
     adds_generation_prompt: bool = True  # ends with the beginning of the assistant's answer
@@ -227,7 +228,7 @@ class PromptEncoder:
         if prompt.num_bytes <= LARGE_CHAT_BYTES:
             messages = read()
         else:
-            messages = await self._off_loop.run(read, prompt.num_bytes, tenant)
+            messages = await self._off_loop.run(read, prompt.held_bytes, tenant)
         try:
             text = await self._renderer.render(
                 messages,

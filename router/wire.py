@@ -68,6 +68,7 @@ _NUMBERS = (
 _read_numbers = attrgetter(*_NUMBERS)
 # Fields of a client's parameters that AskedSampling takes as they are.
 _PLAIN_SAMPLING = frozenset({*_NUMBERS, "logprobs", "ignore_eos", "skip_special_tokens"})
+_PART_BYTES = 120  # of memory, of a message or call of a tool without text
 _SHOWN_HASH_BYTES = 4  # of a hash: enough to tell ten prefixes apart
 _STATS = (
     "decode_cached_tokens",
@@ -372,7 +373,15 @@ def write_usage(message: inference_pb2.Usage, generation: Generation) -> None:
 
 def chat(field: str, prompt: inference_pb2.ChatPrompt) -> Chat:
     """Convert a chat; `field` is its name in the request."""
-    return Chat(field, partial(_chat_messages, prompt), prompt.ByteSize(), prompt.tools_json)
+    num_bytes = prompt.ByteSize()
+    num_parts = sum(1 + len(each.tool_calls) for each in prompt.messages)
+    return Chat(
+        field,
+        partial(_chat_messages, prompt),
+        num_bytes,
+        num_bytes + _PART_BYTES * num_parts,
+        prompt.tools_json,
+    )
 
 
 def _chat_messages(prompt: inference_pb2.ChatPrompt) -> tuple[ChatMessage, ...]:

@@ -58,7 +58,7 @@ def render(template: str, *messages: ChatMessage, tools_json: str = "") -> str:
         renderer=InlineRenderer(source),
         off_loop=OffLoop(asyncio.to_thread, retry_delay_s=1.0),
     )
-    chat = Chat("prompt.chat", lambda: messages, 0, tools_json)
+    chat = Chat("prompt.chat", lambda: messages, 0, 0, tools_json)
     text, _ = asyncio.run(encoder.encode(chat, len, max_chars=2_000))
     return text
 

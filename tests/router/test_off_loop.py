@@ -178,3 +178,21 @@ def test_prompts_beyond_the_memory_for_waiting_ones_are_refused(
         assert await pool.run(lambda: "small", 1) == "small"
 
     run_virtual(main())
+
+
+def test_a_chat_of_many_small_messages_takes_the_room_of_its_memory(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(off_loop, "MAX_BYTES", 1 << 20)
+    message = {"role": "assistant", "tool_calls": [{}] * 4}
+    many = Generate(chat=inference_pb2.ChatPrompt(messages=[message] * 2000))
+    assert many.ByteSize() < 1 << 16, "small on the wire"
+
+    async def main() -> None:
+        worker = ScriptedWorker("decode-0")
+        async with running_router(worker, model_dir=model_dir, run_blocking=Threads()) as tested:
+            answers = await asyncio.gather(*(tested.generate(request=many) for _ in range(3)))
+        codes = sorted(each.error.code().name for each in answers)
+        assert codes == ["INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"]
+
+    run_virtual(main())
