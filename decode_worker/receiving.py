@@ -245,6 +245,7 @@ class PrefillReceivers:
                 receiver_incarnation=self._context.identity.incarnation,
             ),
             contract_version=self._context.identity.contract_version,
+            model=self._context.model,
             stream=partial(self._stream, sender),
             connect=partial(self._connection, sender),
             drop=self._connections.drop,

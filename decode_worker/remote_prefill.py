@@ -26,6 +26,7 @@ from kv_transfer.order import Incoming
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport import Connection
 from pagewire.protos.call_tasks import mark_seen
+from worker.identity import ModelInfo
 
 
 class RemotePrefill:
@@ -33,6 +34,7 @@ class RemotePrefill:
 
     Args:
         contract_version: That of this worker.
+        model: The model, whose tokens the result may contain.
         stream: Returns the stream to the candidate, or raises PrefillFailed.
         connect: Returns a connection to the candidate, or raises PrefillFailed or TransferError.
         drop: Takes a connection that the candidate does not know.
@@ -51,6 +53,7 @@ class RemotePrefill:
         *,
         ticket: Ticket,
         contract_version: int,
+        model: ModelInfo,
         stream: Callable[[], PrefillStream],
         connect: Callable[[], Awaitable[Incoming]],
         drop: Callable[[Connection], None],
@@ -65,6 +68,7 @@ class RemotePrefill:
         self._traceparent = traceparent
         self._ticket = ticket
         self._contract_version = contract_version
+        self._model = model
         self._stream = stream
         self._connect = connect
         self._drop = drop
@@ -191,10 +195,18 @@ class RemotePrefill:
         """Take the first result; later ones would repeat or change tokens."""
         if self.result.done():
             return
-        if len(result.tokens) == len(self._group.choices):
-            self._computed_at = asyncio.get_running_loop().time()
-            self.result.set_result(result)
+        try:
+            self._check_result(result)
+        except ValueError as error:
+            self.result.set_exception(PrefillFailed(f"its result cannot be used: {error}"))
             return
-        self.result.set_exception(
-            PrefillFailed(f"{len(result.tokens)} tokens for {len(self._group.choices)} choices")
-        )
+        self._computed_at = asyncio.get_running_loop().time()
+        self.result.set_result(result)
+
+    def _check_result(self, result: PrefillResult) -> None:
+        """Raise ValueError if a result is not one of the group."""
+        found, allowed = len(result.tokens), len(self._group.choices)
+        if found != allowed:
+            raise ValueError(f"token_ids: found {found} tokens; allowed: {allowed}")
+        # A wrong one would fail a pass, which other requests share.
+        self._model.check_tokens("token_ids", [each.token_id for each in result.tokens])

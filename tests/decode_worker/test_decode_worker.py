@@ -196,6 +196,26 @@ def test_a_prefill_worker_that_tells_its_result_twice_repeats_no_token(
     run(scenario, slow_pages())
 
 
+def test_a_token_that_does_not_exist_is_taken_from_no_prefill_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        told = Attempt.progressed
+
+        def wrong(attempt: Attempt, progress: Progress) -> None:
+            if isinstance(progress, FinishedPrompt):
+                drawn = [replace(each, token_id=2**32 - 1) for each in progress.tokens]
+                progress = replace(progress, tokens=tuple(drawn))
+            told(attempt, progress)
+
+        monkeypatch.setattr(Attempt, "progressed", wrong)
+        stream = await router.submit(prompt_of(60))
+        await router.finish(stream)
+        assert stream.stats.prefill_retries == len(cluster.candidates())
+
+    run(scenario)
+
+
 def test_an_account_that_grew_by_a_preemption_is_told_when_the_tokens_go_on() -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         streams = [
