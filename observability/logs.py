@@ -15,7 +15,10 @@ from typing import Any
 
 ATTRIBUTE = "fields"  # of a log record
 RESERVED = frozenset({"at", "level", "logger", "event", "exception"})
-BARE_VALUE = re.compile(r"[^\s\"=\\]+")  # needs no quotes in a text line
+BARE_VALUE = re.compile(r"[^\s\"=\\\x00-\x1f\x7f-\x9f]+")  # needs no quotes in a text line
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # could forge lines, or command a terminal
+# gRPC writes each metadata value that is not UTF-8, with a traceback, whoever sends it.
+GRPC_LOGGER, NOT_UTF8 = "grpc._cython.cygrpc", "Invalid encoding on %s"
 _BARE_TYPES = frozenset({int, float, bool, type(None)})  # whose texts need none, either
 
 
@@ -28,11 +31,13 @@ def fields(**values: object) -> Mapping[str, Mapping[str, object]]:
 class TextFormatter(logging.Formatter):
     """`at level logger event key=value key="a value with spaces"`, one line per event.
 
-    A quoted value is a JSON string. The lines of an exception follow the line of the event.
+    A quoted value is a JSON string. In an event, which may be another library's sentence, control
+    characters are written as \\x0a. The lines of an exception follow the line of the event.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        words = [self.formatTime(record), record.levelname, record.name, record.getMessage()]
+        event = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", record.getMessage())
+        words = [self.formatTime(record), record.levelname, record.name, event]
         words += [f"{name}={_text(value)}" for name, value in _fields(record).items()]
         line = " ".join(words)
         if record.exc_info:
@@ -72,6 +77,11 @@ def configure_logging(level: str, line_format: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    logging.getLogger(GRPC_LOGGER).addFilter(_is_ours_to_know)
+
+
+def _is_ours_to_know(record: logging.LogRecord) -> bool:
+    return record.msg != NOT_UTF8
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, object]:

@@ -1,10 +1,14 @@
+import asyncio
 import json
 import logging
 import re
 
 import pytest
+from grpc_health.v1 import health, health_pb2_grpc
 
 from observability.logs import configure_logging, fields
+from protos.rpc_server import rpc_server
+from tests.support.raw_call import raw_call
 
 AWKWARD = {
     "reason": "UNAVAILABLE: no connection, errno=111",
@@ -13,6 +17,7 @@ AWKWARD = {
     "lines": "first\nsecond",
     "path": r"C:\pages",
     "name": "Zoë",
+    "command": "\x1b[2J",
 }
 
 
@@ -59,6 +64,30 @@ def test_a_message_of_another_library_is_left_whole(logged):
     [line] = logged("json", lambda log: log.info(message))
 
     assert json.loads(line)["event"] == message
+
+
+def test_a_message_of_another_library_cannot_forge_a_line_or_command_a_terminal(logged):
+    lines = logged("text", lambda log: log.info("found %s", "a\nERROR test \x1b[2J\x9b2J"))
+
+    assert [each.partition(" test ")[2] for each in lines] == [
+        r"found a\x0aERROR test \x1b[2J\x9b2J"
+    ]
+
+
+def test_metadata_that_is_not_utf8_is_not_logged(logged):
+    checker = health.aio.HealthServicer()
+
+    async def call():
+        server = rpc_server(interceptors=(), options=())
+        health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        method = b"/grpc.health.v1.Health/Check"
+        answer = await raw_call(f"127.0.0.1:{port}", method, {b"x-a": b"\xff\x1b[2J"})
+        await server.stop(None)
+        assert b"grpc-status" in answer
+
+    assert logged("text", lambda log: asyncio.run(call())) == []
 
 
 @pytest.mark.parametrize("line_format", ["json", "text"])

@@ -1,18 +1,22 @@
 """One gRPC call over HTTP/2 by hand, for what no gRPC client sends."""
 
 import asyncio
+from collections.abc import Mapping
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4  # types of frames
 _END_STREAM, _END_HEADERS = 1, 4  # flags
 
 
-async def raw_call(address: str, method: bytes) -> bytes:
+async def raw_call(
+    address: str, method: bytes, metadata: Mapping[bytes, bytes] | None = None
+) -> bytes:
     """Call a method with an empty message; return what the server sends until the call's end.
 
     Args:
         address: HOST:PORT of a server in clear.
         method: The name of the method, of any bytes.
+        metadata: Further headers, of any bytes.
     """
     headers = {
         b":method": b"POST",
@@ -21,6 +25,7 @@ async def raw_call(address: str, method: bytes) -> bytes:
         b":authority": b"x",
         b"te": b"trailers",
         b"content-type": b"application/grpc",
+        **(metadata or {}),
     }
     block = b"".join(b"\x00" + _text(name) + _text(value) for name, value in headers.items())
     host, _, port = address.rpartition(":")
