@@ -327,6 +327,7 @@ def check_range(config: ClusterConfig, device: str) -> Finding:
 def check_http_port(config: ClusterConfig) -> Finding:
     """The gateway's port is free, or already that of a running gateway."""
     name, host, port = "http port", config.host, config.http_port
+    address = join_address(host, port)
     if not port:
         return Finding(check=name, level="ok", found="no HTTP gateway is configured")
     try:
@@ -336,12 +337,12 @@ def check_http_port(config: ClusterConfig) -> Finding:
         return Finding(check=name, level="fail", found=str(error), remedy=remedy)
     except PlacementError as error:
         if _is_gateway(config) or is_own_cluster(host, port):
-            found = f"a running gateway has {host}:{port}; another one needs another --http-port"
+            found = f"a running gateway has {address}; another one needs another --http-port"
             return Finding(check=name, level="ok", found=found)
         who = f"`ss -ltnp 'sport = :{port}'` shows who listens there"
         remedy = f"pagewire serve --http-port 0, which starts no gateway; {who}"
         return Finding(check=name, level="fail", found=str(error), remedy=remedy)
-    return Finding(check=name, level="ok", found=f"{host}:{port} is free")
+    return Finding(check=name, level="ok", found=f"{address} is free")
 
 
 def check_model(model_dir: Path, device: str) -> Finding:

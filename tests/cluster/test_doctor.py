@@ -15,6 +15,7 @@ from cluster.ray_listeners import RayListener
 from tests.http_gateway.serving import gateway, scripted
 from tests.pagewire.scripted_service import serving_in_thread
 from tests.support.interfaces import have_interfaces
+from tests.support.ipv6 import needs_ipv6
 
 GPU_VERSIONS = {
     "torch": "2.11.0",
@@ -182,6 +183,21 @@ def test_the_gateways_port_is_looked_at_unless_there_is_none():
     assert "--http-port 0" in finding.remedy
     assert findings(CPU_HOST, http_port=port)["http port"].found == f"127.0.0.1:{port} is free"
     assert findings(CPU_HOST, http_port=0)["http port"].level == "ok"
+
+
+@needs_ipv6
+def test_the_ports_of_an_address_of_ipv6_have_it_in_brackets():
+    options = {"family": socket.AF_INET6}
+    with (
+        socket.create_server(("::1", 0), **options) as first,
+        socket.create_server(("::1", 0), **options) as second,
+    ):
+        port, http_port = first.getsockname()[1], second.getsockname()[1]
+
+    found = findings(CPU_HOST, host="::1", port=port, http_port=http_port)
+
+    assert found["port"].found == f"[::1]:{port} is free"
+    assert found["http port"].found == f"[::1]:{http_port} is free"
 
 
 def test_a_port_that_a_running_gateway_has_is_fine():
