@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.hosts import Host, hosts
 from benchmarks.jumping_clock import JumpingClock
+from protos.addresses import join_address
 
 RAY = str(Path(sys.executable).with_name("ray"))
 CLI = (sys.executable, "-m", "cli")
@@ -53,7 +54,9 @@ class HostedCluster:
         self, machines: Sequence[Host], folder: Path, *, has_redis: bool, has_clocks: bool
     ) -> None:
         self.head, *self.worker_hosts, self.edge = machines
-        self.addresses = [f"{each.address}:{ROUTER_PORT}" for each in (self.head, self.edge)]
+        self.addresses = [
+            join_address(each.address, ROUTER_PORT) for each in (self.head, self.edge)
+        ]
         self.vocab_size = 0  # of the model that is served
         self._folder = folder
         self._has_redis = has_redis
@@ -89,7 +92,7 @@ class HostedCluster:
             **OPTIONS,
             "model": str(model),
             "host": self.head.address,
-            "ray_address": f"{self.head.address}:{RAY_PORT}",
+            "ray_address": self.ray_address,
             "prefill": count,
             "decode": count,
             **options,
@@ -104,7 +107,7 @@ class HostedCluster:
         count = 1 + len(self.worker_hosts)
         until(lambda: self._num_nodes() == count, START_TIMEOUT_S, "Ray's hosts")
         self.bring_up()
-        self.command(self.head, "router-keys", str(self._keys), *self._ray_address)
+        self.command(self.head, "router-keys", str(self._keys), "--ray-address", self.ray_address)
         self.start_router()
         self.until_whole()
 
@@ -120,9 +123,9 @@ class HostedCluster:
             arguments += ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
         else:
             resources = json.dumps({"pagewire-prefill": 1, "pagewire-decode": 1})
-            arguments += [f"--address={self.head.address}:{RAY_PORT}", f"--resources={resources}"]
+            arguments += [f"--address={self.ray_address}", f"--resources={resources}"]
         keeps_state = host is self.head and self._has_redis
-        redis = f"{self.edge.address}:{REDIS_PORT}"
+        redis = join_address(self.edge.address, REDIS_PORT)
         environment = {"RAY_REDIS_ADDRESS": redis} if keeps_state else {}
         self._keep(host, f"ray-{host.name}", [RAY, "start", *arguments], environment)
         if host is self.head:
@@ -137,7 +140,7 @@ class HostedCluster:
                 *CLI,
                 "router",
                 f"--config={self.config}",
-                f"--controller={self.head.address}:{CONTROLLER_PORT}",
+                f"--controller={join_address(self.head.address, CONTROLLER_PORT)}",
                 f"--keys={self._keys}",
                 f"--host={self.edge.address}",
                 f"--port={ROUTER_PORT}",
@@ -152,7 +155,7 @@ class HostedCluster:
 
     def end(self) -> None:
         """End the product's processes, except the second router."""
-        self.command(self.head, "down", "--grace-s", "0", *self._ray_address)
+        self.command(self.head, "down", "--grace-s", "0", "--ray-address", self.ray_address)
 
     def begin(self, host: Host, *arguments: str) -> "subprocess.Popen[str]":
         """Begin a command of the product on a host."""
@@ -174,13 +177,18 @@ class HostedCluster:
             raise CommandFailed(f"pagewire {' '.join(arguments)}: {code}: {output}{errors}")
         return output
 
+    def status(self, router: int = 1) -> dict[str, Any]:
+        """Return a router's status, by default the second's; CommandFailed: it does not run."""
+        told = self.command(self.edge, "status", "--json", "--address", self.addresses[router])
+        found: dict[str, Any] = json.loads(told)
+        return found
+
     def workers(self, router: int = 1) -> list[dict[str, Any]]:
-        """Return the workers' status from a router, by default the second."""
+        """Return the workers in it; none: the router does not run."""
         try:
-            told = self.command(self.edge, "status", "--json", "--address", self.addresses[router])
-        except CommandFailed:  # it does not run
+            found: list[dict[str, Any]] = self.status(router)["workers"]
+        except CommandFailed:
             return []
-        found: list[dict[str, Any]] = json.loads(told)["workers"]
         return found
 
     def is_whole(self) -> bool:
@@ -218,13 +226,14 @@ class HostedCluster:
         return {**self._environment, **(clock.environment if clock else {})}
 
     @property
-    def _ray_address(self) -> tuple[str, str]:
-        return "--ray-address", f"{self.head.address}:{RAY_PORT}"
+    def ray_address(self) -> str:
+        """The address of Ray's head, `host:port`."""
+        return join_address(self.head.address, RAY_PORT)
 
     def _num_nodes(self) -> int:
         """Return how many hosts Ray says it has; it answers before it has any."""
-        address = f"--address={self.head.address}:{RAY_PORT}"
-        said = self.head.run(RAY, "status", address, environment=self._environment)[1]
+        status = [RAY, "status", f"--address={self.ray_address}"]
+        said = self.head.run(*status, environment=self._environment)[1]
         active, _, _ = said.partition("Pending:")
         return active.count(" node_")
 
@@ -236,6 +245,7 @@ def hosted_cluster(
     *,
     has_redis: bool,
     has_clocks: bool = False,
+    ip_version: int = 4,
     options: Mapping[str, Any] = {},
 ) -> Iterator[HostedCluster]:
     """Yield a cluster that serves.
@@ -245,9 +255,10 @@ def hosted_cluster(
         folder: Takes its configuration and logs.
         has_redis: Without it the cluster ends with the host of Ray's head.
         has_clocks: The wall clock of each host can jump.
+        ip_version: 4 or 6, of the hosts' addresses.
         options: Options of its configuration, besides OPTIONS.
     """
-    with hosts(NUM_HOSTS) as machines:
+    with hosts(NUM_HOSTS, ip_version) as machines:
         cluster = HostedCluster(machines, folder, has_redis=has_redis, has_clocks=has_clocks)
         cluster.start(model, options)
         yield cluster

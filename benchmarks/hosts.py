@@ -18,15 +18,18 @@ from typing import IO, Any
 
 import psutil
 
-NETWORK = "10.99.0"
+# version of IP |-> the hosts' addresses without their numbers, and the bits of their network
+NETWORKS = {4: ("10.99.0.", 24), 6: ("fd00:99::", 64)}
 OWN_FOLDERS = ("/tmp/ray", "/dev/shm")  # noqa: S108 - of each host, gone when it is off
 NAMESPACES = ("--net", "--mount", "--uts", "--pid", "--ipc")
 START_S = 10.0
 END_S = 10.0
 
 
-def why_no_hosts() -> str:
-    """Return why this machine cannot have hosts; empty: it can."""
+def why_no_hosts(ip_version: int = 4) -> str:
+    """Return why this machine cannot have hosts with such addresses; empty: it can."""
+    if ip_version == 6 and not Path("/proc/net/if_inet6").exists():
+        return "this kernel speaks no IPv6"
     if os.geteuid() != 0:
         return "namespaces need root"
     tools = ("ip", "nsenter", "setpriv", "unshare")
@@ -40,9 +43,11 @@ def why_no_hosts() -> str:
 class Host:
     """One host, off until `power_on`."""
 
-    def __init__(self, number: int, switch: "_Namespaces") -> None:
+    def __init__(self, number: int, ip_version: int, switch: "_Namespaces") -> None:
         self.name = f"host{number}"
-        self.address = f"{NETWORK}.{number}"
+        network, bits = NETWORKS[ip_version]
+        self.address = f"{network}{number}"
+        self._network = f"{self.address}/{bits}"
         self._port = f"port{number}"  # its place on the switch
         self._switch = switch
         self._inside: _Namespaces | None = None
@@ -59,7 +64,9 @@ class Host:
         link = ["ip", "link", "add", self._port, "netns", str(self._switch.pid), "type", "veth"]
         _do([*link, "peer", "name", "eth0", "netns", str(self.pid)])
         self._switch.do("ip", "link", "set", self._port, "master", "switch", "up")
-        self._inside.do("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
+        # Without a search for others with the same address, during which IPv6 could not use it.
+        nodad = ["nodad"] if ":" in self.address else []
+        self._inside.do("ip", "address", "add", self._network, "dev", "eth0", *nodad)
         self._inside.do("ip", "link", "set", "eth0", "up")
 
     def power_off(self) -> None:
@@ -126,14 +133,19 @@ class Host:
 
 
 @contextmanager
-def hosts(count: int) -> Iterator[list[Host]]:
-    """Yield hosts that run and reach each other; whatever runs there ends with the body."""
+def hosts(count: int, ip_version: int = 4) -> Iterator[list[Host]]:
+    """Yield hosts that run and reach each other; whatever runs there ends with the body.
+
+    Args:
+        count: How many.
+        ip_version: 4 or 6, of their only addresses beside those of loopback and link.
+    """
     with ExitStack() as stack:
         switch = _Namespaces("switch")
         stack.callback(switch.kill)
         switch.do("ip", "link", "add", "switch", "type", "bridge")
         switch.do("ip", "link", "set", "switch", "up")
-        made = [Host(number, switch) for number in range(1, count + 1)]
+        made = [Host(number, ip_version, switch) for number in range(1, count + 1)]
         for host in made:
             stack.callback(host.power_off)
             host.power_on()

@@ -1,8 +1,11 @@
 """A cluster on three hosts of a Ray and one without: namespaces of this machine, real processes.
 
 Hosts have addresses, processes and files of their own, and fail by themselves (benchmarks.hosts).
+All of their addresses are of IPv6. tests/cluster/test_lost_head.py has such a cluster on IPv4.
 """
 
+import http.client
+import json
 import re
 import shutil
 from collections import Counter
@@ -14,7 +17,7 @@ import pytest
 from benchmarks.client_processes import ClientProcesses
 from benchmarks.fault_cases import FAULTS
 from benchmarks.faults import run_once
-from benchmarks.hosted_cluster import RAY_PORT, hosted_cluster
+from benchmarks.hosted_cluster import hosted_cluster
 from benchmarks.hosts import why_no_hosts
 from benchmarks.jumping_clock import why_no_clocks
 from benchmarks.prompts import Seeds, token_ids, wave
@@ -25,10 +28,11 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("ray"),
-    pytest.mark.skipif(bool(why_no_hosts()), reason=f"no hosts: {why_no_hosts()}"),
+    pytest.mark.skipif(bool(why_no_hosts(6)), reason=f"no hosts: {why_no_hosts(6)}"),
 ]
 
 TIMEOUT_S = 120.0
+HTTP_PORT = 8000
 RATE, WAVE_S = 20, 8  # requests a second, and the length of a wave of them
 
 
@@ -36,12 +40,17 @@ RATE, WAVE_S = 20, 8  # requests a second, and the length of a wave of them
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
     copy = shutil.copytree(demo_model_dir(), folder / "copy")
-    options = {"network_interface": "eth0", "model_paths": {"host3": str(copy)}}
+    options = {
+        "network_interface": "eth0",
+        "model_paths": {"host3": str(copy)},
+        "http_port": HTTP_PORT,
+    }
     with hosted_cluster(
         demo_model_dir(),
         folder,
         has_redis=False,
         has_clocks=not why_no_clocks(),
+        ip_version=6,
         options=options,
     ) as cluster:
         yield cluster
@@ -62,7 +71,8 @@ def seeds():
 
 def test_pages_move_between_hosts_and_the_tokens_are_those_of_one_process(cluster, clients, seeds):
     specs = [replace(each, keeps_tokens=True) for each in wave(seeds, 8, unique=100, max_tokens=12)]
-    hosts_of = {each["worker_id"]: each["address"].rpartition(":")[0] for each in cluster.workers()}
+    status = cluster.status()
+    hosts_of = {each["worker_id"]: host_of(each) for each in status["workers"]}
 
     records = clients.run(cluster.addresses, cluster.vocab_size, specs, TIMEOUT_S)
 
@@ -73,6 +83,24 @@ def test_pages_move_between_hosts_and_the_tokens_are_those_of_one_process(cluste
     for record in records:
         assert record.usage.pages_moved == 7
         assert record.usage.decode_computed_tokens == 0
+
+
+def test_a_host_without_ray_gets_an_answer_over_http(cluster):
+    with cluster.edge.network():
+        connection = http.client.HTTPConnection(cluster.head.address, HTTP_PORT, timeout=TIMEOUT_S)
+        request = {
+            "model": demo_model_dir().name,
+            "prompt": [7] * 40,
+            "max_tokens": 5,
+            "ignore_eos": True,
+        }
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(request), headers)
+        answer = json.load(connection.getresponse())
+
+    assert connection.host == "fd00:99::1"
+    assert answer["usage"]["prompt_tokens"] == 40, answer
+    assert answer["usage"]["completion_tokens"] == 5
 
 
 def test_a_host_of_workers_that_loses_its_power_costs_no_token_and_comes_back(
@@ -108,6 +136,10 @@ def assert_tokens(cluster, specs, records):
         assert list(record.token_ids) == oracle.tokens(prompt, spec.max_tokens), record.error
 
 
+def host_of(worker):
+    return worker["address"].rpartition(":")[0].strip("[]")
+
+
 def incarnations(cluster):
     """Return the incarnation of each worker that serves; the status remembers dead ones too."""
     return {
@@ -137,8 +169,7 @@ def under_load(cluster, clients, seeds, work):
 
 
 def on_head(cluster, *arguments):
-    address = ("--ray-address", f"{cluster.head.address}:{RAY_PORT}")
-    return cluster.command(cluster.head, *arguments, *address)
+    return cluster.command(cluster.head, *arguments, "--ray-address", cluster.ray_address)
 
 
 def test_drains_scaling_and_restarts_under_load_fail_no_request(cluster, clients, seeds):
@@ -189,10 +220,11 @@ def test_a_host_that_goes_is_drained_under_load_without_a_failed_request(cluster
         there = {
             each["worker_id"]
             for each in cluster.workers()
-            if each["address"].rpartition(":")[0] == going.address and each["state"] == "ready"
+            if host_of(each) == going.address and each["state"] == "ready"
         }
-        address = ("--ray-address", f"{cluster.head.address}:{RAY_PORT}")
-        return there, cluster.command(going, "drain", "--here", *address)
+        return there, cluster.command(
+            going, "drain", "--here", "--ray-address", cluster.ray_address
+        )
 
     before = incarnations(cluster)
     specs, records, (there, told) = under_load(cluster, clients, seeds, work)
@@ -222,8 +254,7 @@ def test_a_worker_moves_to_the_other_pool_and_back_under_load_without_a_failed_r
     def places():
         """Return where the workers are, and how many are of each pool."""
         ready = [each for each in cluster.workers() if each["state"] == "ready"]
-        hosts = sorted(each["address"].rpartition(":")[0] for each in ready)
-        return hosts, Counter(each["pool"] for each in ready)
+        return sorted(map(host_of, ready)), Counter(each["pool"] for each in ready)
 
     def work():
         there = on_head(cluster, "move", "prefill-1", "--to", "decode")
