@@ -1,7 +1,7 @@
 """Checks a cluster's certificates, and connects its own processes as clients."""
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
+from credentials.config import path_here
 from credentials.door import front_door, is_loopback_host
 from credentials.errors import OpenInClear
 from pagewire import Tls
@@ -32,12 +33,23 @@ def check_certificates(config: ClusterConfig) -> str:
             "tls.certificate_file: found none; allowed: a file, as front_tls.client_authority_file "
             "is given, and the cluster's own processes are clients of its router, too"
         )
+    own_authority(config)
+    return front
+
+
+def own_authority(config: ClusterConfig) -> bytes:
+    """Return the authority of the cluster's processes as this host has it, in PEM.
+
+    Returns:
+        Empty if TLS is off.
+
+    Raises:
+        ConfigError: A file of this host cannot be used.
+    """
     try:
-        if config.tls.is_on:
-            read_pem(config.tls.files)
+        return read_pem(config.tls.files).authority if config.tls.is_on else b""
     except PemError as error:
         raise ConfigError(str(error)) from error
-    return front
 
 
 def check_front(config: ClusterConfig) -> str:
@@ -50,7 +62,7 @@ def check_front(config: ClusterConfig) -> str:
     if front is None or config.host in ANY_HOST or is_for(front, config.host):
         return ""
     return (
-        f"front_tls.certificate_file: {config.front_tls.certificate_file} is for "
+        f"front_tls.certificate_file: {path_here(config.front_tls.certificate_file)} is for "
         f"{', '.join(front.names) or 'no name'}, not for host, which is {config.host}; clients "
         "must expect another name"
     )
@@ -95,12 +107,16 @@ def own_client(config: ClusterConfig) -> Tls | None:
     except PemError as error:
         raise ConfigError(str(error)) from error
     tls = Tls(
-        authority_file=front.certificate_file,
+        authority_file=path_here(front.certificate_file),
         server_name=names[0].replace("*", "any") if names else "",
     )
     if not front.client_authority_file:
         return tls
-    return replace(tls, certificate_file=inside.certificate_file, key_file=inside.key_file)
+    return replace(
+        tls,
+        certificate_file=path_here(inside.certificate_file),
+        key_file=path_here(inside.key_file),
+    )
 
 
 def client_hosts(config: ClusterConfig, host: str) -> tuple[str, ...]:
@@ -129,16 +145,18 @@ def http_url(config: ClusterConfig, address: str) -> str:
 
 
 def with_absolute_files(config: ClusterConfig) -> ClusterConfig:
-    """Return a configuration for processes that run in other folders than this one.
+    """Return a configuration for processes that run in other folders and on other hosts.
 
     Links are kept: a certificate's renewal may point them elsewhere.
     """
 
-    def absolute(section: Any) -> Any:
+    def absolute(section: Any, path_of: Callable[[str], str] = str) -> Any:
         names = [name for name in section.__slots__ if name.endswith("_file")]
         given = {name: path for name in names if (path := getattr(section, name))}
         return replace(
-            section, **{name: str(Path(path).absolute()) for name, path in given.items()}
+            section, **{name: str(Path(path_of(path)).absolute()) for name, path in given.items()}
         )
 
-    return replace(config, tls=absolute(config.tls), front_tls=absolute(config.front_tls))
+    # Clients are served on this host alone, whose certificate commands on other hosts trust.
+    front = absolute(config.front_tls, path_here)
+    return replace(config, tls=absolute(config.tls), front_tls=front)

@@ -32,6 +32,7 @@ from cluster.own_address import check_interfaces, with_own_host
 from cluster.port_need import check_port_ranges
 from cluster.port_owner import ROUTER_TIMEOUT_S, is_own_cluster, is_router
 from cluster.preflight import check_http_port_free
+from credentials.config import path_here
 from pagewire.protos.pem import client_context, read_pem, utc
 from protos.addresses import join_address
 
@@ -271,7 +272,7 @@ def check_tls(config: ClusterConfig) -> tuple[Finding, ...]:
             findings.append(Finding(check=check, level="ok", found=_in_clear(config, name)))
             continue
         expires_at = read_pem(files).expires_at
-        found = f"encrypted; {section.certificate_file} is valid until {utc(expires_at)}"
+        found = f"encrypted; {path_here(section.certificate_file)} is valid until {utc(expires_at)}"
         level: Level = "ok"
         remedy = ""
         if expires_at - time.time() < SOON_S:

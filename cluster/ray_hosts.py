@@ -10,6 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.attach import last_line
+from cluster.certificates import own_authority
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError, PlacementError
 from cluster.placement import host_options
@@ -52,7 +53,8 @@ def check_hosts(
         The addresses on which the cluster will listen.
 
     Raises:
-        ConfigError: The model here cannot be read, or model_paths names a host that is not there.
+        ConfigError: The model or a file of TLS cannot be used here, or model_paths names a host
+            that is not there.
         PlacementError: Has a line for each problem on a host.
     """
     assert config.model is not None
@@ -66,7 +68,7 @@ def check_hosts(
     looks = _looks(config, device, nodes, own_id)
     num_hosts = len({each.node["NodeID"] for each in looks})
     say(f"waiting until {num_hosts} host{'' if num_hosts == 1 else 's'} can be looked at")
-    found = _look_at(looks, config.model, expected, environment, check)
+    found = _look_at(looks, config, expected, environment, check)
     if problems := sorted({problem for each in found for problem in each.problems}):
         raise PlacementError("\n".join(problems))
     address_of = {
@@ -141,13 +143,14 @@ def _check_addresses(interface: str, address_of: Mapping[str, str]) -> None:
 
 def _look_at(
     looks: Sequence[Look],
-    model: Path,
+    config: ClusterConfig,
     expected: ModelIdentity,
     environment: Mapping[str, str],
     check: Callable[[], None],
 ) -> list[HostFound]:
     """Run all checks at the same time; a host that does not answer is a problem, too."""
     task: Any = ray.remote(num_cpus=0, max_retries=0)(look)
+    authority = own_authority(config)
     calls = {}
     for each in looks:
         where = NodeAffinitySchedulingStrategy(each.node["NodeID"], soft=False)
@@ -155,7 +158,10 @@ def _look_at(
             scheduling_strategy=where, runtime_env={"env_vars": dict(environment)}
         )
         names, address = host_names(each.node), each.node["NodeManagerAddress"]
-        calls[placed.remote(each.options, model, names, address, expected)] = each
+        call = placed.remote(
+            each.options, config.model, names, address, expected, config.tls, authority
+        )
+        calls[call] = each
     deadline = time.monotonic() + LOOK_TIMEOUT_S
     waiting = list(calls)
     try:

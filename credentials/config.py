@@ -1,6 +1,7 @@
 """Options of TLS: certificates within the cluster, and those that clients see."""
 
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,13 @@ from options.option import OptionName, WrongOption, WrongOptions, check_options,
 from pagewire.protos.pem import PemFile, PemFiles
 
 SERVER_NAME = "pagewire"
+HOST = "{host}"  # in paths
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+
+
+def path_here(path: str) -> str:
+    """Return the path of a file on the host of this process, whose name replaces {host}."""
+    return path.replace(HOST, socket.gethostname())
 
 
 def _is_name(name: Any) -> bool:
@@ -20,13 +27,14 @@ def _is_name(name: Any) -> bool:
 @kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsConfig:
-    """Within the cluster: all of these files or none, at the same paths on each host."""
+    """Within the cluster: all of these files or none, read by each process on its own host."""
 
     certificate_file: str = option(
         "",
         "Certificate of this host's processes, in PEM, with its chain up to the authority. Each "
         "connection between routers, workers and controller is then encrypted, and both sides show "
-        "one. Empty: connections are in clear.",
+        "one. Empty: connections are in clear. In this path and the two below, {host} stands for "
+        "the name of the host that reads the file, as hostname prints it.",
     )
     key_file: str = option("", "Private key of that certificate, in PEM, without a passphrase.")
     authority_file: str = option(
@@ -63,7 +71,7 @@ class TlsConfig:
             authorities=(_file("tls", self, "authority_file"),),
             sides=("server", "client"),
             is_mutual=True,
-            name=_file("tls", self, "server_name"),
+            name=PemFile(option="tls.server_name", path=self.server_name),
         )
 
 
@@ -75,7 +83,8 @@ class FrontTlsConfig:
     certificate_file: str = option(
         "",
         "Certificate that routers and HTTP gateways show to clients, in PEM, with its chain up to "
-        "the authority. Empty: clients connect in clear.",
+        "the authority. Empty: clients connect in clear. In this path and the two below, {host} "
+        "stands for the name of the host where the command runs.",
     )
     key_file: str = option("", "Private key of that certificate, in PEM, without a passphrase.")
     client_authority_file: str = option(
@@ -124,7 +133,7 @@ class TlsSettings:
 
 
 def _file(section: str, config: object, name: str) -> PemFile:
-    return PemFile(option=f"{section}.{name}", path=getattr(config, name))
+    return PemFile(option=f"{section}.{name}", path=path_here(getattr(config, name)))
 
 
 def _check_whole(config: object, *names: str) -> None:

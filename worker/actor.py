@@ -237,6 +237,7 @@ def _on_this_host(settings: WorkerSettings, expected: ModelIdentity | None) -> W
         host_names(own),
         own["NodeManagerAddress"],
         expected,
+        settings.tls.inside,
     )
     if found.problems:
         raise HostUnfit("; ".join(found.problems))

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from credentials.config import TlsConfig
 from credentials.door import is_loopback_host
+from credentials.own_files import wrong_files
 from llm_engine.errors import EngineError
 from llm_engine.model_identity import ModelIdentity, read_identity
 from options.interfaces import NoAddress, address_on
@@ -61,6 +63,8 @@ def look(
     names: Collection[str],
     address: str,
     expected: ModelIdentity | None,
+    tls: TlsConfig,
+    authority: bytes = b"",
 ) -> HostFound:
     """Look at the host of this process; reads from its disk.
 
@@ -70,6 +74,8 @@ def look(
         names: The names of the host; see host_names.
         address: The host's address in Ray.
         expected: The model that must be there; None: any.
+        tls: The TLS options within the cluster.
+        authority: The authority that must cover this host's certificate, in PEM; empty: any.
     """
     problems = []
     host = f"{socket.gethostname()} ({address})"
@@ -90,6 +96,8 @@ def look(
             address_on(options.nccl_interface, option="nccl_interface")
     except NoAddress as error:
         problems.append(str(error))
+    if problem := wrong_files(tls, host, authority):
+        problems.append(problem)
     model = model_on(options.model_paths, model, names)
     if expected is not None and (problem := _wrong_copy(host, model, expected)):
         problems.append(problem)

@@ -150,12 +150,34 @@ def read_pem(files: PemFiles) -> Pem:
         expires_at=expires_at,
     )
     if files.is_mutual:
-        _check_mutual(files, pem)
+        paths = " or ".join(each.path for each in files.authorities)
+        options = ", ".join(each.option for each in files.authorities)
+        check_trusted(files, pem, pem.authority, f"{paths} ({options})")
     if files.name and not is_for(pem, files.name.path):
         names = ", ".join(pem.names) or "no name"
         told = f"{path} is for {names}, not for {files.name.path} ({files.name.option})"
         raise PemError(files.certificate.option, told)
     return pem
+
+
+def check_trusted(files: PemFiles, pem: Pem, authority: bytes, told_authority: str) -> None:
+    """Refuse a certificate that an authority does not cover.
+
+    Args:
+        files, pem: The certificate's files, and their content.
+        authority: In PEM.
+        told_authority: The authority in words.
+
+    Raises:
+        PemError: A peer that trusts this authority alone would not trust the certificate.
+    """
+    assert files.certificate
+    for side in files.sides:
+        try:
+            _show(pem, side, trusted=authority)
+        except ssl.SSLError as error:
+            told = f"{files.certificate.path} is not from {told_authority}: {_reason(error)}"
+            raise PemError(files.certificate.option, told) from error
 
 
 def is_for(pem: Pem, host: str) -> bool:
@@ -267,18 +289,6 @@ def _shown_alone(files: PemFiles, certificate: bytes, key: bytes) -> dict[str, A
             told = f"{files.certificate.path} is not for a {side}: {_reason(error)}"
             raise PemError(files.certificate.option, told) from error
     return shown
-
-
-def _check_mutual(files: PemFiles, pem: Pem) -> None:
-    assert files.certificate
-    for side in files.sides:
-        try:
-            _show(pem, side, trusted=pem.authority)
-        except ssl.SSLError as error:
-            paths = " or ".join(each.path for each in files.authorities)
-            options = ", ".join(each.option for each in files.authorities)
-            told = f"{files.certificate.path} is not from {paths} ({options}): {_reason(error)}"
-            raise PemError(files.certificate.option, told) from error
 
 
 def _show(

@@ -21,11 +21,12 @@ from cluster.config_file import load_config
 from cluster.demo_model import demo_model_dir
 from cluster.doctor import check_tls
 from cluster.errors import ConfigError
+from credentials.config import HOST, FrontTlsConfig
 from credentials.door import front_door
-from pagewire import Client
+from pagewire import Client, Tls
 from pagewire.protos.pem import utc
 from tests.pagewire.scripted_service import response, serving_in_thread
-from tests.support.certificates import Authority
+from tests.support.certificates import Authority, Pair
 from tests.support.command_line import run_main
 
 
@@ -166,6 +167,32 @@ def test_files_are_found_from_other_folders_and_links_stay(
     assert config.front_tls.certificate_file == str(tmp_path / "front.crt")
     assert config.front_tls.key_file == str(tmp_path / "front.key")
     assert config.front_tls.client_authority_file == config.tls.key_file == ""
+
+
+def test_files_with_the_name_of_a_host_are_those_of_the_host_that_reads_them(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = FrontTlsConfig(certificate_file=f"{tmp_path}/{HOST}.crt", key_file=f"{tmp_path}/{HOST}")
+    tls = authority.inside_by_host("gpu-a", "gpu-b")
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu-a")
+    authority.pair("localhost", replaces=Pair(f"{tmp_path}/gpu-a.crt", f"{tmp_path}/gpu-a"))
+
+    config = with_absolute_files(ClusterConfig(tls=tls, front_tls=front, host="127.0.0.2"))
+
+    assert check_certificates(config).startswith(
+        f"front_tls.certificate_file: {tmp_path}/gpu-a.crt is for localhost, not for host"
+    )
+    (clients, inside) = check_tls(replace(config, host="localhost"))
+    assert clients.found.startswith(f"encrypted; {tmp_path}/gpu-a.crt is valid until ")
+    assert inside.found.startswith(f"encrypted; {tmp_path}/authority-gpu-a.crt is valid until ")
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu-b")
+    asked = replace(config.front_tls, client_authority_file=authority.file)
+    assert own_client(replace(config, front_tls=asked)) == Tls(
+        authority_file=f"{tmp_path}/gpu-a.crt",  # the router's
+        certificate_file=f"{tmp_path}/authority-gpu-b.crt",
+        key_file=f"{tmp_path}/authority-gpu-b.key",
+        server_name="localhost",
+    )
 
 
 def test_serve_ends_with_one_line_that_names_option_and_file(

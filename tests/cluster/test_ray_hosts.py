@@ -1,6 +1,7 @@
 """What is looked at before a cluster starts on a Ray of several hosts; Ray is a fake."""
 
 import shutil
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ from cluster.config_file import load_config
 from cluster.demo_model import write_demo_model
 from cluster.errors import ConfigError, Interrupted, PlacementError
 from cluster.ray_hosts import LOOK_TIMEOUT_S, check_hosts
+from credentials.config import SERVER_NAME
+from tests.support.certificates import Authority
 from tests.support.interfaces import have_interfaces
 
 ON_CPUS = {"ray_address": "auto", "device": "cpu"}
@@ -201,6 +204,31 @@ def test_nccls_interface_matters_where_nccl_moves_pages(monkeypatch, model):
     assert line == (
         "nccl_interface: found 'ib0', which does not exist on b; allowed: eth0 (10.0.0.3)"
     )
+
+
+def test_hosts_without_their_certificate_are_named_together(monkeypatch, model, tmp_path):
+    FakeRay(monkeypatch, head=(), a=(), b=(), c=())
+    mine, other = Authority(tmp_path), Authority(tmp_path, "other")
+    tls = mine.inside_by_host("head", "a")
+    for path in map(Path, other.pair(SERVER_NAME)):
+        path.rename(tmp_path / f"authority-c{path.suffix}")
+    files = {
+        "tls.certificate_file": tls.certificate_file,
+        "tls.key_file": tls.key_file,
+        "tls.authority_file": tls.authority_file,
+    }
+    monkeypatch.setattr(socket, "gethostname", lambda: "head")
+
+    no_file, of_another_cluster = refused(model, **ON_CPUS, **files)
+
+    assert no_file.startswith(
+        f"tls.certificate_file: on b (10.0.0.3), {tmp_path}/authority-b.crt cannot be read: "
+    )
+    assert of_another_cluster.startswith(
+        f"tls.certificate_file: on c (10.0.0.4), {tmp_path}/authority-c.crt is not from "
+    )
+    mine.inside_by_host("b", "c")
+    assert check(model, **ON_CPUS, **files) == [f"10.0.0.{number}" for number in range(1, 5)]
 
 
 def test_a_path_of_a_host_that_is_not_there_is_refused(monkeypatch, model):

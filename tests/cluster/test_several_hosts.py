@@ -1,7 +1,8 @@
 """A cluster on three hosts of a Ray and one without: namespaces of this machine, real processes.
 
 Hosts have addresses, processes and files of their own, and fail by themselves (benchmarks.hosts).
-All of their addresses are of IPv6. tests/cluster/test_lost_head.py has such a cluster on IPv4.
+All of their addresses are of IPv6, and processes know each other by certificates that each host has
+at a path of its own. tests/cluster/test_lost_head.py has such a cluster on IPv4 and in clear.
 """
 
 import http.client
@@ -10,7 +11,7 @@ import re
 import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -23,6 +24,7 @@ from benchmarks.jumping_clock import why_no_clocks
 from benchmarks.prompts import Seeds, token_ids, wave
 from cluster.demo_model import demo_model_dir
 from tests.cluster.oracle import GreedyOracle
+from tests.support.certificates import Authority
 
 pytestmark = [
     pytest.mark.cluster,
@@ -40,10 +42,12 @@ RATE, WAVE_S = 20, 8  # requests a second, and the length of a wave of them
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
     copy = shutil.copytree(demo_model_dir(), folder / "copy")
+    hosts = [f"host{number}" for number in range(1, 5)]
     options = {
         "network_interface": "eth0",
         "model_paths": {"host3": str(copy)},
         "http_port": HTTP_PORT,
+        "tls": asdict(Authority(folder).inside_by_host(*hosts)),
     }
     with hosted_cluster(
         demo_model_dir(),
@@ -79,6 +83,7 @@ def test_pages_move_between_hosts_and_the_tokens_are_those_of_one_process(cluste
     for host in cluster.worker_hosts:
         there = {name.partition("-")[0] for name, at in hosts_of.items() if at == host.address}
         assert there == {"prefill", "decode"}
+    assert status["cluster_tls"]["encrypted"]
     assert_tokens(cluster, specs, records)
     for record in records:
         assert record.usage.pages_moved == 7

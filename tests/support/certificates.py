@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import trustme
 
-from credentials.config import SERVER_NAME, FrontTlsConfig, TlsConfig, TlsSettings
+from credentials.config import HOST, SERVER_NAME, FrontTlsConfig, TlsConfig, TlsSettings
 
 
 class Pair(NamedTuple):
@@ -61,6 +61,17 @@ class Authority:
         """Return the TLS options of a process in a cluster with this authority."""
         pair = pair or self.pair(SERVER_NAME)
         return TlsConfig(authority_file=self.file, **pair._asdict())
+
+    def inside_by_host(self, *hosts: str) -> TlsConfig:
+        """Give each host a certificate of its own, at a path with its name; return the options."""
+
+        def pair_of(host: str) -> Pair:
+            stem = self._folder / f"{self._name}-{host}"
+            return Pair(f"{stem}.crt", f"{stem}.key")
+
+        for host in hosts:
+            self.pair(SERVER_NAME, replaces=pair_of(host))
+        return self.inside(pair_of(HOST))
 
     def settings(self, *, asks_clients: bool = False) -> TlsSettings:
         """Return TLS everywhere, for clients that expect localhost or 127.0.0.1."""

@@ -17,8 +17,10 @@ import ray
 import worker.actor as module
 import worker.process
 from cluster.demo_model import write_demo_model
+from credentials.config import TlsSettings
 from llm_engine import load_engine
 from llm_engine.model_identity import read_identity
+from tests.support.certificates import Authority
 from tests.support.cluster_keys import SECRET
 from tests.support.interfaces import have_interfaces
 from worker.actor import WorkerActor, WorkerStart
@@ -27,6 +29,7 @@ from worker.own_host import HostOptions
 from worker.settings import WorkerSettings
 
 KEYS = SECRET.keys_of("decode", "decode-0")
+IN_CLEAR = TlsSettings()
 NODE = {
     "NodeID": "id",
     "NodeManagerAddress": "10.0.0.2",
@@ -118,7 +121,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     return made
 
 
-def start(model: Path, *, host: str = "", **by_host: Any) -> None:
+def start(model: Path, *, host: str = "", tls: TlsSettings = IN_CLEAR, **by_host: Any) -> None:
     settings = WorkerSettings(
         worker_id="decode-0",
         model_dir=model,
@@ -137,6 +140,7 @@ def start(model: Path, *, host: str = "", **by_host: Any) -> None:
         by_host=HostOptions(**by_host),
         log_level="info",
         log_format="text",
+        tls=tls,
     )
     actor: Any = Actor.__new__(Actor)
 
@@ -173,6 +177,21 @@ def test_a_host_that_joined_later_with_another_model_loads_nothing_of_it(
         start(model, model_paths={"pagewire-decode": str(copy)}, network_interface="eth7")
 
     assert started == []
+
+
+def test_a_host_that_joined_later_without_its_certificate_loads_nothing(
+    model: Path, controller: FakeController, started: list[tuple[str, Path]], tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    tls = TlsSettings(inside=authority.inside_by_host("gpu-b"))
+
+    with pytest.raises(HostUnfit, match=r"^tls.certificate_file: on gpu-a .*gpu-a.crt cannot be r"):
+        start(model, tls=tls)
+    assert started == []
+
+    authority.inside_by_host("gpu-a")
+    start(model, tls=tls)
+    assert started == [("10.0.0.2", model)]
 
 
 def test_a_worker_does_not_wait_for_ever_for_the_routers_host(

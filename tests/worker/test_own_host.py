@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from cluster.demo_model import write_demo_model
+from credentials.config import TlsConfig, path_here
 from llm_engine.model_identity import ModelIdentity, read_identity
+from tests.support.certificates import Authority
 from tests.support.interfaces import have_interfaces
 from worker.own_host import HostOptions, host_names, look, model_on
 
@@ -17,6 +19,7 @@ NODE = {
 }
 NAMES = host_names(NODE)
 ADDRESS = "10.0.0.2"
+CLEAR = TlsConfig()
 PLAIN = Path("/models/tiny")
 REMEDY = "; a copy of the model must be there, or at a path that model_paths names"
 
@@ -56,10 +59,10 @@ def test_the_first_path_that_fits_a_host_counts(paths: dict[str, str], wanted: s
 def test_a_host_with_the_model_at_its_own_path_is_fit(model: Path, identity: ModelIdentity) -> None:
     options = HostOptions(model_paths={"gpu-a": str(model)}, network_interface="ib0")
 
-    found = look(options, PLAIN, NAMES, ADDRESS, identity)
+    found = look(options, PLAIN, NAMES, ADDRESS, identity, CLEAR)
 
     assert (found.address, found.model, found.problems) == ("fd00::2", model, ())
-    assert look(HostOptions(), model, NAMES, ADDRESS, identity).address == ADDRESS
+    assert look(HostOptions(), model, NAMES, ADDRESS, identity, CLEAR).address == ADDRESS
 
 
 def without_config(model: Path) -> None:
@@ -101,7 +104,7 @@ def test_a_host_without_the_model_is_named_with_what_it_has(
     copy = shutil.copytree(model, tmp_path / "copy")
     damage(copy)
 
-    [problem] = look(HostOptions(), copy, NAMES, ADDRESS, identity).problems
+    [problem] = look(HostOptions(), copy, NAMES, ADDRESS, identity, CLEAR).problems
 
     assert problem.startswith(told.format(model=copy))
     assert problem.endswith(REMEDY)
@@ -110,7 +113,7 @@ def test_a_host_without_the_model_is_named_with_what_it_has(
 def test_all_that_is_wrong_on_a_host_is_told(identity: ModelIdentity) -> None:
     options = HostOptions(network_interface="eth1", nccl_interface="eth9")
 
-    found = look(options, Path("/nothing"), NAMES, ADDRESS, identity)
+    found = look(options, Path("/nothing"), NAMES, ADDRESS, identity, CLEAR)
 
     assert [each.partition(",")[0] for each in found.problems[:2]] == [
         "network_interface: found 'eth1'",
@@ -126,16 +129,44 @@ def test_the_loopback_address_does_only_where_ray_is_there_too(
     have_interfaces(monkeypatch, {"lo": ["127.0.0.1"]})
     options = HostOptions(network_interface="lo")
 
-    [problem] = look(options, PLAIN, NAMES, ADDRESS, None).problems
+    [problem] = look(options, PLAIN, NAMES, ADDRESS, None, CLEAR).problems
 
     assert problem == (
         "network_interface: found 'lo', whose address on gpu-a (10.0.0.2) is 127.0.0.1, which no "
         "other host can reach; allowed: one that connects the hosts"
     )
-    assert look(options, PLAIN, NAMES, "127.0.0.1", None).problems == ()
+    assert look(options, PLAIN, NAMES, "127.0.0.1", None, CLEAR).problems == ()
 
 
 def test_a_worker_that_begins_anew_reads_no_model() -> None:
-    found = look(HostOptions(), Path("/nothing"), NAMES, ADDRESS, None)
+    found = look(HostOptions(), Path("/nothing"), NAMES, ADDRESS, None, CLEAR)
 
     assert (found.address, found.model, found.problems) == (ADDRESS, Path("/nothing"), ())
+
+
+def test_a_host_reads_the_certificate_with_its_name(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    tls = authority.inside_by_host("gpu-a")
+    content = Path(authority.file).read_bytes()
+
+    assert look(HostOptions(), PLAIN, NAMES, ADDRESS, None, tls, content).problems == ()
+
+    Path(path_here(tls.certificate_file)).unlink()
+    [problem] = look(HostOptions(), PLAIN, NAMES, ADDRESS, None, tls, content).problems
+    assert problem == (
+        f"tls.certificate_file: on gpu-a (10.0.0.2), {tmp_path}/authority-gpu-a.crt cannot be "
+        "read: No such file or directory; allowed: a PEM file that this user can read"
+    )
+
+
+def test_a_host_with_the_files_of_another_cluster_is_not_fit(tmp_path: Path) -> None:
+    authority, tls = Authority(tmp_path), Authority(tmp_path, "other").inside()
+    expected = Path(authority.file).read_bytes()
+
+    [problem] = look(HostOptions(), PLAIN, NAMES, ADDRESS, None, tls, expected).problems
+
+    assert problem.startswith(
+        f"tls.certificate_file: on gpu-a (10.0.0.2), {tls.certificate_file} is not from the "
+        "authority of the router's host: "
+    )
+    assert look(HostOptions(), PLAIN, NAMES, ADDRESS, None, tls).problems == ()
