@@ -48,6 +48,8 @@ class Host:
         network, bits = NETWORKS[ip_version]
         self.address = f"{network}{number}"
         self._network = f"{self.address}/{bits}"
+        # It keeps its network card: others remember the card of an address for half a minute.
+        self._card = f"02:00:00:00:00:{number:02x}"
         self._port = f"port{number}"  # its place on the switch
         self._switch = switch
         self._inside: _Namespaces | None = None
@@ -62,7 +64,7 @@ class Host:
         """Start it with nothing on it, and plug it in."""
         self._inside = _Namespaces(self.name)
         link = ["ip", "link", "add", self._port, "netns", str(self._switch.pid), "type", "veth"]
-        _do([*link, "peer", "name", "eth0", "netns", str(self.pid)])
+        _do([*link, "peer", "name", "eth0", "address", self._card, "netns", str(self.pid)])
         self._switch.do("ip", "link", "set", self._port, "master", "switch", "up")
         # Without a search for others with the same address, during which IPv6 could not use it.
         nodad = ["nodad"] if ":" in self.address else []
