@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,22 +142,26 @@ async def routers(
             each.communicate(timeout=10)
 
 
-@contextmanager
-def gateway(*routers: str) -> Iterator[str]:
+@asynccontextmanager
+async def gateway(*routers: str) -> AsyncIterator[str]:
     """A process that serves HTTP before routers; yields its address."""
     flags = [each for router in routers for each in ("--router", router)]
     command = [sys.executable, "-m", "cli", "gateway", *flags, "--port", "0"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            ready = r"ready: HTTP on http://(\S+)/v1, .* for the routers at .*\n"
+
+        def address_when_ready() -> str:
             said = []
-            for line in process.stdout:  # on a busy host it waits for them first
+            for line in process.stdout:  # on a busy host it waits for the routers first
                 said.append(line)
-                if match := re.fullmatch(ready, line):
-                    break
-            assert match, said
-            yield match[1]
+                found = r"ready: HTTP on http://(\S+)/v1, .* for the routers at .*\n"
+                if match := re.fullmatch(found, line):
+                    return match[1]
+            raise AssertionError(said)
+
+        try:
+            # In a thread: it is ready once a router has a worker, which answers in this loop.
+            yield await asyncio.to_thread(address_when_ready)
         finally:
             process.kill()
 
@@ -273,7 +277,7 @@ def test_a_router_that_is_killed_costs_http_streams_nothing(keys_path, model_dir
                 (first, killed), (second, _) = found
                 for address in (first, second):
                     assert 28100 <= int(address.rpartition(":")[2]) <= 28199
-                with gateway(first, second) as http:
+                async with gateway(first, second) as http:
                     calm = streams(http)
                     await asyncio.gather(*(asyncio.to_thread(each.read) for each in calm))
                     assert resumed(worker) == 0
