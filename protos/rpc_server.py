@@ -22,12 +22,22 @@ def rpc_server(
     """Return a server for services that generated code adds, which registers their methods.
 
     A call of any other method ends with UNIMPLEMENTED, whoever makes it; no interceptor sees it.
+
+    Raises:
+        RuntimeError: This grpcio has no such parts, so a call could end its servers.
     """
     ordinary, cygrpc.AioServer = cygrpc.AioServer, _RegisteredOnly
     try:
-        return grpc.aio.server(interceptors=interceptors, options=options)
+        server = grpc.aio.server(interceptors=interceptors, options=options)
     finally:
         cygrpc.AioServer = ordinary
+    has_parts = all(hasattr(cygrpc, name) for name in ("_handle_rpc", "_schedule_rpc_coro"))
+    is_ours = isinstance(getattr(server, "_server", None), _RegisteredOnly)
+    if not (has_parts and is_ours and hasattr(ordinary, "_request_call")):
+        raise RuntimeError(
+            f"grpcio: found {grpc.__version__}; allowed: 1.85, whose server is known"
+        )
+    return server
 
 
 class _RegisteredOnly(cygrpc.AioServer):  # type: ignore[misc] # grpc has no types

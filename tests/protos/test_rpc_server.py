@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
+from grpc._cython import cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster.server import MemberServer
@@ -59,6 +61,17 @@ def test_a_call_of_no_method_is_unimplemented_and_ends_no_other() -> None:
             assert not watching.done()
             assert seen.asked == ["/grpc.health.v1.Health/Watch", "/grpc.health.v1.Health/Check"]
 
+    asyncio.run(main())
+
+
+def test_a_grpcio_whose_servers_a_call_could_end_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match=r"grpcio: found 1\.\d+\.\d+; allowed: 1\.85"):
+            rpc_server(interceptors=[], options=())
+
+    monkeypatch.delattr(cygrpc, "_handle_rpc")
     asyncio.run(main())
 
 
