@@ -6,6 +6,7 @@ import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from socketserver import TCPServer, ThreadingMixIn
@@ -27,13 +28,21 @@ def ask_loop(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> T:
     """Return the result of `work`, run in a loop of another thread: only the loop reads its state.
 
     Raises:
-        TimeoutError: The loop does not answer within STATUS_S.
+        TimeoutError: The loop does not answer within STATUS_S, or has ended.
     """
+    answer: Future[T] = Future()
 
-    async def run() -> T:
-        return work()
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except Exception as error:
+            answer.set_exception(error)
 
-    return asyncio.run_coroutine_threadsafe(run(), loop).result(STATUS_S)
+    try:
+        loop.call_soon_threadsafe(run)
+    except RuntimeError as error:
+        raise TimeoutError("the loop has ended") from error
+    return answer.result(STATUS_S)
 
 
 class MetricsServer:

@@ -162,3 +162,11 @@ def test_a_loop_that_does_not_answer_costs_a_scrape_and_no_more(
     asyncio.run(scenario())
 
     assert told == [2]
+
+
+def test_a_loop_that_has_ended_costs_a_scrape_and_no_more() -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+
+    with pytest.raises(TimeoutError, match="the loop has ended"):
+        ask_loop(loop, lambda: 1)
