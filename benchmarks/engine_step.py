@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,8 @@ from llm_engine.engine import Engine
 from llm_engine.engine_step import EngineStep, SeatPages, SeatStart
 from llm_engine.load_engine import load_engine
 from llm_engine.sampling import Draw, SamplingParams, SequenceSlice
+
+Run = Callable[[int], dict[str, Any]]  # of a case, by its repetitions
 
 WARM_UP_STEPS = 4  # the first of a kind loads what it needs, the second is recorded
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20)
@@ -208,13 +210,31 @@ def end_of_prompt(engine: Engine, tokens: int, context: int) -> SequenceSlice:
     )
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def runs_of(engine: Engine) -> Iterator[Run]:
+    """Yield all cases."""
+    yield from (partial(run_case, engine, case) for case in CASES)
+    yield from (partial(run_prompt, engine, *prompt) for prompt in PROMPTS)
+    yield from (partial(run_beside, engine, *each) for each in BESIDE)
+
+
+def main_of(
+    name: str, description: str | None, runs: Callable[[Engine], Iterator[Run]], repetitions: int
+) -> None:
+    """Run a benchmark of one engine from the command line; show each case, and write all.
+
+    Args:
+        name: The benchmark's.
+        description: For --help.
+        runs: Yields the cases of an engine.
+        repetitions: Of each case, unless the command line says otherwise.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--num-pages", type=int, default=9001)
-    parser.add_argument("--repetitions", type=int, default=60)
+    parser.add_argument("--repetitions", type=int, default=repetitions)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="", help="where there is no repository to ask")
     options = parser.parse_args()
@@ -223,17 +243,12 @@ def main() -> None:
     )
     engine.storage.pages.normal_()
     cases = []
-    runs = [
-        *(partial(run_case, engine, case) for case in CASES),
-        *(partial(run_prompt, engine, *prompt) for prompt in PROMPTS),
-        *(partial(run_beside, engine, *each) for each in BESIDE),
-    ]
-    for run in runs:
+    for run in runs(engine):
         cases.append(run(options.repetitions))
         sys.stdout.write(json.dumps(cases[-1]) + "\n")
         sys.stdout.flush()
-    write_result(options.out, conditions("engine_step", options.commit) | {"cases": cases})
+    write_result(options.out, conditions(name, options.commit) | {"cases": cases})
 
 
 if __name__ == "__main__":
-    main()
+    main_of("engine_step", __doc__, runs_of, repetitions=60)

@@ -10,15 +10,11 @@ torch's own kernels and copies. Kernels that are set up while the one before the
 the sum may exceed `busy_ms`.
 """
 
-import argparse
 import importlib
-import json
 import pkgutil
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,16 +28,15 @@ from benchmarks.engine_step import (
     PROMPTS,
     WARM_UP_STEPS,
     Case,
+    Run,
     Steps,
     ahead_ms,
     end_of_prompt,
+    main_of,
     one_by_one_ms,
 )
-from benchmarks.measured_host import conditions
-from benchmarks.result_file import write_result
 from llm_engine.engine import Engine
 from llm_engine.engine_step import EngineStep
-from llm_engine.load_engine import load_engine
 
 COPIES, OF_TORCH = "copies", "torch"
 
@@ -129,32 +124,11 @@ def profile_prompt(engine: Engine, tokens: int, context: int, repetitions: int) 
     return profiled(engine, partial(engine.launch, step), name, repetitions)
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--num-pages", type=int, default=9001)
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", default="", help="where there is no repository to ask")
-    options = parser.parse_args()
-    engine = load_engine(
-        options.model, page_size=options.page_size, num_pages=options.num_pages, device="cuda"
-    )
-    engine.storage.pages.normal_()
-    cases = []
-    for run in (
-        *(partial(profile_case, engine, case) for case in CASES),
-        *(partial(profile_prompt, engine, *prompt) for prompt in PROMPTS),
-    ):
-        cases.append(run(options.repetitions))
-        sys.stdout.write(json.dumps(cases[-1]) + "\n")
-        sys.stdout.flush()
-    write_result(options.out, conditions("step_profile", options.commit) | {"cases": cases})
+def runs_of(engine: Engine) -> Iterator[Run]:
+    """Yield all cases."""
+    yield from (partial(profile_case, engine, case) for case in CASES)
+    yield from (partial(profile_prompt, engine, *prompt) for prompt in PROMPTS)
 
 
 if __name__ == "__main__":
-    main()
+    main_of("step_profile", __doc__, runs_of, repetitions=20)
