@@ -1,6 +1,7 @@
 """Cases of both benchmarks on a cluster of one event loop, read by client processes."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from tests.cluster.in_process import in_process_cluster
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 PAGE_SIZE = 8
+AS_IT_IS = Alteration()
 SIZES = Sizes(tokens_by=1, streams_by=1, repeats=2, steps=40)
 
 
@@ -56,15 +58,8 @@ def test_cases_measure_what_they_say_and_refuse_a_cluster_that_only_looks_right(
 
 @pytest.mark.thorough
 def test_a_cluster_for_measurements_has_altered_workers(tmp_path: Path) -> None:
-    write_random_checkpoint(SHAPES["tiny"], tmp_path, torch.device("cpu"))
-    spec = ClusterSpec(
-        model=tmp_path,
-        prefill=1,
-        decode=1,
-        device="cpu",
-        options={"page_size": 16, LOCAL_PREFILL: 0},
-        altered=Alteration(moves_again=True, scatters_pages=True),
-    )
+    altered = Alteration(moves_again=True, scatters_pages=True)
+    spec = tiny_spec(tmp_path, altered=altered)
     with ServedCluster(spec, start_timeout_s=100.0) as cluster, ClientProcesses(1) as clients:
         run = Run(cluster, clients, SIZES, Clock(100.0, seed=1))
         row = move_again(64, run)  # which refuses less than all pages of each prompt
@@ -74,14 +69,7 @@ def test_a_cluster_for_measurements_has_altered_workers(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_streams_pause_while_a_killed_decode_worker_starts_again(tmp_path: Path) -> None:
-    write_random_checkpoint(SHAPES["tiny"], tmp_path, torch.device("cpu"))
-    spec = ClusterSpec(
-        model=tmp_path,
-        prefill=1,
-        decode=1,
-        device="cpu",
-        options={"page_size": 16, LOCAL_PREFILL: 0, **kills.OPTIONS},
-    )
+    spec = tiny_spec(tmp_path, kills.OPTIONS)
     with ServedCluster(spec, start_timeout_s=100.0) as cluster, ClientProcesses(1) as clients:
         run = Run(cluster, clients, SCALES["small"], Clock(100.0, seed=1))
         row = kills.strike("kill", "decode", "after", 1, run)
@@ -91,6 +79,21 @@ def test_streams_pause_while_a_killed_decode_worker_starts_again(tmp_path: Path)
     # Nobody else decodes: all streams wait until the worker is back.
     assert 0.5 * row["restarted_ms"] < min(round_["pauses_ms"])
     assert row["pause_ms_max"] == max(round_["pauses_ms"])
+
+
+def tiny_spec(
+    model: Path, options: Mapping[str, Any] = {}, *, altered: Alteration = AS_IT_IS
+) -> ClusterSpec:
+    """One worker of each kind, on CPUs, with a model that this writes."""
+    write_random_checkpoint(SHAPES["tiny"], model, torch.device("cpu"))
+    return ClusterSpec(
+        model=model,
+        prefill=1,
+        decode=1,
+        device="cpu",
+        options={"page_size": 16, LOCAL_PREFILL: 0, **options},
+        altered=altered,
+    )
 
 
 async def measure_all(model_dir: Path) -> dict[str, dict[str, Any]]:
