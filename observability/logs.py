@@ -15,8 +15,9 @@ from typing import Any
 
 ATTRIBUTE = "fields"  # of a log record
 RESERVED = frozenset({"at", "level", "logger", "event", "exception"})
-BARE_VALUE = re.compile(r"[^\s\"=\\\x00-\x1f\x7f-\x9f]+")  # needs no quotes in a text line
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # could forge lines, or command a terminal
+_CONTROL = r"\x00-\x1f\x7f-\x9f"  # could forge lines, or command a terminal
+CONTROL = re.compile(f"[{_CONTROL}]")
+BARE_VALUE = re.compile(rf"[^\s\"=\\{_CONTROL}]+")  # needs no quotes in a text line
 # gRPC writes each metadata value that is not UTF-8, with a traceback, whoever sends it.
 GRPC_LOGGER, NOT_UTF8 = "grpc._cython.cygrpc", "Invalid encoding on %s"
 _BARE_TYPES = frozenset({int, float, bool, type(None)})  # whose texts need none, either
