@@ -60,6 +60,15 @@ def compiling_ahead() -> Iterator[None]:
             done.result()
 
 
+def _compile(compile_kernel: Callable[..., Any], source: Any, **options: Any) -> None:
+    """Compile a kernel and what launches it, both to the cache on the disk."""
+    from triton.runtime.driver import driver
+
+    kernel = compile_kernel(source, **options)
+    # Before version 3.7, Triton has a C compiler make a launcher for each signature.
+    driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+
 @contextmanager
 def _replaced_launches(compilations: Compilations) -> Iterator[None]:
     """Collect the compilations of launches that only compile; other threads' launches run."""
@@ -84,7 +93,7 @@ def _replaced_launches(compilations: Compilations) -> Iterator[None]:
             _, _, target, *_ = self.device_caches[device]
             source = self.ASTSource(self, signature, constexprs, attrs)
             compilations[self, key] = partial(
-                self.compile, source, target=target, options=options.__dict__
+                _compile, self.compile, source, target=target, options=options.__dict__
             )
         return None  # Triton takes it that there is nothing to launch
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from attn_kernels.compile_ahead import compiling_ahead, only_compiles
-from tests.support.compile_driver import compile_driver
+from tests.support.compile_driver import CompileDriver, compile_driver
 
 
 @triton.jit
@@ -35,9 +35,9 @@ Compile = Callable[[str], None]
 
 
 @pytest.fixture(autouse=True)
-def hopper() -> Iterator[None]:
-    with compile_driver():
-        yield
+def hopper() -> Iterator[CompileDriver]:
+    with compile_driver() as driver:
+        yield driver
     assert (JITFunction.run, JITFunction._do_compile) == ORIGINAL
     assert not only_compiles()
 
@@ -52,7 +52,7 @@ def compile_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Compile], list[str]
         def compile_source(source: Any, **options: object) -> object:
             names.append(source.name)
             action(source.name)
-            return SimpleNamespace(name=source.name)
+            return SimpleNamespace(name=source.name, src=source, metadata=None)
 
         monkeypatch.setattr(triton.compiler, "compile", compile_source)
         return names
@@ -76,6 +76,15 @@ def test_a_kernel_is_compiled_to_the_cache_where_its_launch_finds_it(tmp_path: P
 
     assert X.sum() == 64, "the kernel has run"
     assert found == [False, True]
+
+
+def test_what_launches_a_kernel_is_made_ahead_too(hopper: CompileDriver) -> None:
+    with compiling_ahead():
+        for _ in range(2):
+            double_kernel[(1,)](X, SIZE=64)
+        clear_kernel[(1,)](X, SIZE=64)
+
+    assert sorted(hopper.launched) == ["clear_kernel", "double_kernel"]
 
 
 def test_kernels_are_compiled_at_the_same_time(

@@ -45,7 +45,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
 
     def compile_source(source: Any, *, options: dict[str, Any], **_: object) -> object:
         sources.append((f"{source.name} {source.hash()} {options}", is_ahead[0]))
-        return SimpleNamespace()
+        return SimpleNamespace(src=source, metadata=None)
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(triton.compiler, "compile", compile_source)

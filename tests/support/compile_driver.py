@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 from triton.backends.compiler import GPUTarget
@@ -16,6 +17,10 @@ class CompileDriver:
 
     def __init__(self) -> None:
         self._number = next(_numbers)
+        self.launched: list[str] = []  # names of kernels for which a launcher was made
+
+    def launcher_cls(self, source: Any, metadata: object) -> None:
+        self.launched.append(source.name)
 
     def get_current_device(self) -> int:
         return self._number
@@ -28,7 +33,7 @@ class CompileDriver:
 
 
 @contextmanager
-def compile_driver() -> Iterator[None]:
+def compile_driver() -> Iterator[CompileDriver]:
     """Compile for Hopper what is launched, also on CPU tensors."""
-    with patch.object(driver, "_active", CompileDriver()):
-        yield
+    with patch.object(driver, "_active", CompileDriver()) as active:
+        yield active
