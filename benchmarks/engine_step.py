@@ -6,7 +6,8 @@
 `one_by_one_ms` is a step if each is read before the next is launched. Cases are
 decode/BATCH@CONTEXT, and shared/BATCH,SHARED,OWN tokens; prefill/TOKENS@CONTEXT is a pass of that
 many prompt tokens after a context in the pages, and beside/BATCH@CONTEXT,TOKENS@CONTEXT a step of
-both. Pages hold random values, and draws are greedy.
+both. Pages hold random values, and draws are greedy. Cases that need more pages than fit on the
+device are listed as not run.
 """
 
 import argparse
@@ -18,8 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from benchmarks.case_runs import selected
 from benchmarks.measured_host import conditions
 from benchmarks.result_file import write_result
 from kv_cache.layout import num_pages_for
@@ -28,10 +30,17 @@ from llm_engine.engine_step import EngineStep, SeatPages, SeatStart
 from llm_engine.load_engine import load_engine
 from llm_engine.sampling import Draw, SamplingParams, SequenceSlice
 
-Run = Callable[[int], dict[str, Any]]  # of a case, by its repetitions
-
 WARM_UP_STEPS = 4  # the first of a kind loads what it needs, the second is recorded
+ROOM_FOR_STEPS = 192  # tokens of each sequence of a case for which the pool must have room
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20)
+
+
+class Run(NamedTuple):
+    """How one case runs."""
+
+    name: str
+    num_pages: int  # that it may need
+    run: Callable[[int], dict[str, Any]]  # by its repetitions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +56,11 @@ class Case:
         if self.shared:
             return f"shared/{self.batch},{self.shared},{self.own}"
         return f"decode/{self.batch}@{self.own}"
+
+    def num_pages(self, page_size: int) -> int:
+        """Return the pages that it may need."""
+        own = num_pages_for(self.own + ROOM_FOR_STEPS, page_size)
+        return num_pages_for(self.shared, page_size) + self.batch * own
 
 
 CASES = (
@@ -69,6 +83,16 @@ PROMPTS = (
 # Sequences of 1,024 tokens that decode, and prompt tokens after 1,024 others
 BESIDE = ((16, 1), (16, 64), (16, 256), (64, 4), (64, 64), (64, 256), (64, 512), (256, 16))
 BESIDE_CONTEXT = 1024
+
+
+def prompt_name(tokens: int, context: int) -> str:
+    """Name the case of `tokens` after `context` others."""
+    return f"prefill/{tokens}@{context}"
+
+
+def beside_name(batch: int, tokens: int) -> str:
+    """Name the case of `batch` sequences that decode beside `tokens` of a prompt."""
+    return f"beside/{batch}@{BESIDE_CONTEXT},{tokens}@{BESIDE_CONTEXT}"
 
 
 def one_by_one_ms(engine: Engine, launch: Callable[[], None], count: int) -> float:
@@ -181,16 +205,15 @@ def timed(
 def run_prompt(engine: Engine, tokens: int, context: int, repetitions: int) -> dict[str, Any]:
     """Time passes over the end of one prompt, each of which draws a token."""
     step = EngineStep(slices=(end_of_prompt(engine, tokens, context),))
-    return timed(engine, partial(engine.launch, step), f"prefill/{tokens}@{context}", repetitions)
+    return timed(engine, partial(engine.launch, step), prompt_name(tokens, context), repetitions)
 
 
 def run_beside(engine: Engine, batch: int, tokens: int, repetitions: int) -> dict[str, Any]:
     """Time steps that decode, and compute the end of a prompt."""
     end = end_of_prompt(engine, tokens, BESIDE_CONTEXT)
-    case = Case(batch=batch, shared=0, own=1024)
+    case = Case(batch=batch, shared=0, own=BESIDE_CONTEXT)
     steps = Steps(engine, case, first_page=len(end.page_ids), slices=(end,))
-    name = f"beside/{batch}@{case.own},{tokens}@{BESIDE_CONTEXT}"
-    result = timed(engine, steps.launch, name, repetitions)
+    result = timed(engine, steps.launch, beside_name(batch, tokens), repetitions)
     steps.end()
     return result
 
@@ -212,20 +235,33 @@ def end_of_prompt(engine: Engine, tokens: int, context: int) -> SequenceSlice:
 
 def runs_of(engine: Engine) -> Iterator[Run]:
     """Yield all cases."""
-    yield from (partial(run_case, engine, case) for case in CASES)
-    yield from (partial(run_prompt, engine, *prompt) for prompt in PROMPTS)
-    yield from (partial(run_beside, engine, *each) for each in BESIDE)
+    page_size = engine.layout.page_size
+    for case in CASES:
+        yield Run(case.name, case.num_pages(page_size), partial(run_case, engine, case))
+    for tokens, context in PROMPTS:
+        num_pages = num_pages_for(context + tokens, page_size)
+        run = partial(run_prompt, engine, tokens, context)
+        yield Run(prompt_name(tokens, context), num_pages, run)
+    for batch, tokens in BESIDE:
+        case = Case(batch=batch, shared=0, own=BESIDE_CONTEXT)
+        num_pages = case.num_pages(page_size) + num_pages_for(BESIDE_CONTEXT + tokens, page_size)
+        yield Run(beside_name(batch, tokens), num_pages, partial(run_beside, engine, batch, tokens))
+
+
+def count_or_auto(text: str) -> int | Literal["auto"]:
+    """Parse a number of pages."""
+    return "auto" if text == "auto" else int(text)
 
 
 def main_of(
-    name: str, description: str | None, runs: Callable[[Engine], Iterator[Run]], repetitions: int
+    name: str, description: str | None, runs_of: Callable[[Engine], Iterator[Run]], repetitions: int
 ) -> None:
     """Run a benchmark of one engine from the command line; show each case, and write all.
 
     Args:
         name: The benchmark's.
         description: For --help.
-        runs: Yields the cases of an engine.
+        runs_of: Yields the cases of an engine.
         repetitions: Of each case, unless the command line says otherwise.
     """
     parser = argparse.ArgumentParser(
@@ -233,7 +269,10 @@ def main_of(
     )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--num-pages", type=int, default=9001)
+    parser.add_argument(
+        "--num-pages", type=count_or_auto, default="auto", help="default: as many as fit"
+    )
+    parser.add_argument("--cases", nargs="+", default=["*"], help="patterns of names")
     parser.add_argument("--repetitions", type=int, default=repetitions)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="", help="where there is no repository to ask")
@@ -242,12 +281,18 @@ def main_of(
         options.model, page_size=options.page_size, num_pages=options.num_pages, device="cuda"
     )
     engine.storage.pages.normal_()
+    runs = list(runs_of(engine))
+    chosen = selected([run.name for run in runs], options.cases)
     cases = []
-    for run in runs(engine):
-        cases.append(run(options.repetitions))
-        sys.stdout.write(json.dumps(cases[-1]) + "\n")
-        sys.stdout.flush()
-    write_result(options.out, conditions(name, options.commit) | {"cases": cases})
+    for run in runs:
+        if run.name in chosen and run.num_pages <= engine.storage.num_pages:
+            cases.append(run.run(options.repetitions))
+            sys.stdout.write(json.dumps(cases[-1]) + "\n")
+            sys.stdout.flush()
+    done = {case["case"] for case in cases}
+    not_run = [run.name for run in runs if run.name not in done]
+    head = conditions(name, options.commit) | {"num_pages": engine.storage.num_pages}
+    write_result(options.out, head | {"not_run": not_run, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ from benchmarks.engine_step import (
     end_of_prompt,
     main_of,
     one_by_one_ms,
+    prompt_name,
 )
+from kv_cache.layout import num_pages_for
 from llm_engine.engine import Engine
 from llm_engine.engine_step import EngineStep
 
@@ -120,14 +122,19 @@ def profile_case(engine: Engine, case: Case, repetitions: int) -> dict[str, Any]
 def profile_prompt(engine: Engine, tokens: int, context: int, repetitions: int) -> dict[str, Any]:
     """Profile passes over the end of a prompt."""
     step = EngineStep(slices=(end_of_prompt(engine, tokens, context),))
-    name = f"prefill/{tokens}@{context}"
-    return profiled(engine, partial(engine.launch, step), name, repetitions)
+    launch = partial(engine.launch, step)
+    return profiled(engine, launch, prompt_name(tokens, context), repetitions)
 
 
 def runs_of(engine: Engine) -> Iterator[Run]:
     """Yield all cases."""
-    yield from (partial(profile_case, engine, case) for case in CASES)
-    yield from (partial(profile_prompt, engine, *prompt) for prompt in PROMPTS)
+    page_size = engine.layout.page_size
+    for case in CASES:
+        yield Run(case.name, case.num_pages(page_size), partial(profile_case, engine, case))
+    for tokens, context in PROMPTS:
+        num_pages = num_pages_for(context + tokens, page_size)
+        run = partial(profile_prompt, engine, tokens, context)
+        yield Run(prompt_name(tokens, context), num_pages, run)
 
 
 if __name__ == "__main__":
