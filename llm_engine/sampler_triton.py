@@ -20,7 +20,8 @@ from llm_engine.sampling import Draw, SampledToken
 
 MIN_ROWS = 64  # of the buffers, about 64 KB each
 
-ReadTokens = Callable[[], list[SampledToken | None]]  # waits for the device
+# Does not wait: to be called once all that was on the stream when it was made has run.
+ReadTokens = Callable[[], list[SampledToken | None]]
 
 
 class TritonSampler:
@@ -37,8 +38,8 @@ class TritonSampler:
             draws: One per row.
 
         Returns:
-            A function that returns the tokens once everything now on the stream has run: None for
-            a row whose largest logit is NaN, inf, or -inf.
+            A function that returns the tokens, to be called once everything now on the stream has
+            run: None for a row whose largest logit is NaN, inf, or -inf.
         """
         device = logits_RV.device
         kernels = self._kernels_for(logits_RV)
@@ -76,7 +77,7 @@ def read_later(
     *,
     has_all_logprobs: bool,
 ) -> ReadTokens:
-    """Begin to copy tokens to the host; return a function that waits for them and returns them.
+    """Begin to copy tokens to the host; return a function that returns them once they are there.
 
     Args:
         tokens_R: [num_rows], int32; -1 where no token could be drawn.

@@ -78,7 +78,14 @@ def draw_sampler(kind: str) -> Callable[[torch.Tensor, list[Draw]], Any]:
     if kind == "host":
         return sample
     sampler = TritonSampler()
-    return lambda logits, draws: sampler.launch(logits, draws)()
+
+    def draw(logits: torch.Tensor, draws: list[Draw]) -> Any:
+        read = sampler.launch(logits, draws)
+        if logits.is_cuda:
+            torch.cuda.synchronize()
+        return read()
+
+    return draw
 
 
 def masked_cases(vocab_size: int) -> tuple[torch.Tensor, list[Draw], list[set[int]]]:
