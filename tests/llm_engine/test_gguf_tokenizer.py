@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
 from llm_engine.errors import CheckpointCorrupt
@@ -21,6 +20,7 @@ from llm_engine.gguf_file import read_gguf_header
 from llm_engine.gguf_tokenizer import tokenizer_files
 from tests.support.adversarial_texts import adversarial_texts
 from tests.support.gguf_files import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, write_file
+from tests.support.gguf_reference import transformers_tokenizer
 
 SPACE = "▁"
 MARKERS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -60,11 +60,6 @@ def our_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.from_str(tokenizer_files(read_gguf_header(path))["tokenizer.json"])
 
 
-def their_tokenizer(path: Path) -> Tokenizer:
-    architecture, content, _ = get_gguf_tokenizer(path)
-    return convert_gguf_tokenizer(architecture, content)[0]
-
-
 def ids_of(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return [each.ids for each in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
@@ -101,7 +96,7 @@ def test_byte_level_ids_equal_those_of_transformers(
 ) -> None:
     path = tmp_path / "model.gguf"
     write_byte_level(path, pre)
-    theirs = their_tokenizer(path)
+    theirs = transformers_tokenizer(path)
     publish(theirs)
 
     assert_equal_ids(our_tokenizer(path), theirs)
@@ -286,7 +281,7 @@ def test_sentencepiece_ids_equal_those_of_its_algorithm(tmp_path: Path, adds_spa
 def test_sentencepiece_ids_equal_those_of_transformers(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_sentencepiece(path)
-    ours, theirs = our_tokenizer(path), their_tokenizer(path)
+    ours, theirs = our_tokenizer(path), transformers_tokenizer(path)
     # transformers puts the space before the first word only, and not before another space.
     theirs.normalizer, theirs.pre_tokenizer = ours.normalizer, None
 

@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
-from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
 from benchmarks.nll import mean_nll, text_tokens
 from cli.demo_text import DOCUMENT
@@ -18,6 +17,7 @@ from router.model_folder import read_model_folder
 from tests.llm_engine.driver import GREEDY, chunked_logits, generate
 from tests.support.adversarial_texts import adversarial_texts
 from tests.support.checkpoints import reference_logits
+from tests.support.gguf_reference import transformers_tokenizer
 from tests.support.trained_model import GROUP, GreedyCheck, reference_model, trained_path
 
 pytestmark = [pytest.mark.xdist_group(GROUP), pytest.mark.timeout(300)]
@@ -31,8 +31,7 @@ def ids_of(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 def test_token_ids_of_10000_texts_equal_those_of_transformers() -> None:
     ours = Tokenizer.from_file(str(text_folder(trained_path()) / "tokenizer.json"))
-    architecture, content, _ = get_gguf_tokenizer(str(trained_path()))
-    theirs, _ = convert_gguf_tokenizer(architecture, content)
+    theirs = transformers_tokenizer(trained_path())
     texts = adversarial_texts(NUM_TEXTS, seed=135)
 
     # The model was trained with single digits. transformers cuts them so from the folder that was
