@@ -34,7 +34,7 @@ from llm_engine.decode_triton import MIN_DECODE_ROWS, least_shared_len
 from llm_engine.device_batch import DeviceBatch
 from llm_engine.forward_batch import PassInputs
 from llm_engine.prompt_graphs import NUM_TOKENS_BESIDE, GraphedPrompts, SentPrompts
-from llm_engine.recordings import Recordings, runs_until_recorded
+from llm_engine.recordings import Recordings, run_until_recorded
 from llm_engine.transformer import Decoder
 
 # Rows of a recording. With prompt tokens there are fewer sizes: each comes with several of those.
@@ -242,10 +242,13 @@ class GraphedDecode:
                 self._work(1, None, draws)
 
     def _record_rows(self, num_rows: int, kv_len: int, prompts: SentPrompts | None = None) -> None:
-        """Run a kind of step often enough to record it, in free seats."""
-        for _ in range(runs_until_recorded()):
+        """Record a kind of step, in free seats."""
+
+        def run() -> None:
             with self._any_rows(num_rows, kv_len):
                 self.launch(tuple(range(num_rows)), has_new=True, allowed={}, prompts=prompts)
+
+        run_until_recorded(run)
 
     @contextmanager
     def _any_rows(self, num_rows: int, kv_len: int) -> Iterator[None]:

@@ -16,6 +16,7 @@ Legend: T tokens, padded or not, D hidden.
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from kv_cache.layout import num_pages_for
 from llm_engine.attention_triton import TritonAttention
 from llm_engine.forward_batch import ForwardBatch, HostBatch, build_host_batch
 from llm_engine.limits import MAX_RECORDED_TOKENS
-from llm_engine.recordings import Recordings, runs_until_recorded
+from llm_engine.recordings import Recordings, run_until_recorded
 from llm_engine.sampling import SequenceSlice
 from llm_engine.transformer import Decoder
 
@@ -99,8 +100,7 @@ class GraphedPrompts:
         """Record passes of all sizes, up to a sequence length; overwrites page 0."""
         # The largest first: the others fit into its working memory.
         for size in reversed(self._sizes[: bisect_right(self._sizes, max_tokens)]):
-            for _ in range(runs_until_recorded()):
-                self.hidden_states(self._any_batch(size))
+            run_until_recorded(partial(self.hidden_states, self._any_batch(size)))
 
     def any_beside(self, max_tokens: int) -> Iterator[SentPrompts]:
         """Yield a batch of each size that steps which decode compute beside; on page 0."""

@@ -6,6 +6,7 @@ fixed addresses.
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from contextvars import ContextVar
 from typing import Generic, TypeVar
 
 import torch
@@ -14,6 +15,8 @@ from attn_kernels.compile_ahead import only_compiles
 from observability.logs import fields
 
 logger = logging.getLogger(__name__)
+
+_only_loads: ContextVar[bool] = ContextVar("only_loads", default=False)
 
 Result = TypeVar("Result")
 Kind = TypeVar("Kind", bound=Hashable)
@@ -48,9 +51,24 @@ class CudaGraphRecorder:
         return repeat
 
 
-def runs_until_recorded() -> int:
-    """Return how often work must run to be recorded; once where it only compiles."""
-    return 1 if only_compiles() else 2
+def needs_results() -> bool:
+    """Return False where work is launched for its kernels alone, to compile or to load them."""
+    return not (only_compiles() or _only_loads.get())
+
+
+def run_until_recorded(run: Callable[[], object]) -> None:
+    """Have work of a new kind launched for its kernels, then recorded; where it compiles, once.
+
+    Args:
+        run: Calls `Recordings.run`; results are arbitrary.
+    """
+    token = _only_loads.set(True)
+    try:
+        run()
+    finally:
+        _only_loads.reset(token)
+    if not only_compiles():
+        run()
 
 
 class Recordings(Generic[Kind, Result]):

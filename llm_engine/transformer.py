@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from attn_kernels.compile_ahead import only_compiles
 from llm_engine.attention import AttentionBackend
 from llm_engine.forward_batch import ForwardBatch
 from llm_engine.kv_reads import KVReads
 from llm_engine.model_config import ModelConfig
 from llm_engine.operations import Operations
+from llm_engine.recordings import needs_results
 from llm_engine.weights import DecoderWeights, LayerWeights, LinearWeights
 
 
@@ -48,7 +48,7 @@ class Decoder:
     def run_layers(self, token_ids_T: Tensor) -> Tensor:
         """Compute the tokens of the pass that attention has planned; return [T, D]."""
         layers = self._weights.layers
-        if only_compiles():  # all layers launch the same kernels
+        if not needs_results():  # all layers launch the same kernels
             layers = layers[:1]
         residual_TD = embedding(token_ids_T, self._weights.embedding)
         normed_TD = self._norm(residual_TD, layers[0].input_norm)

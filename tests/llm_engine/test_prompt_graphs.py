@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from llm_engine.engine import Engine
 from llm_engine.limits import MAX_RECORDED_TOKENS
 from llm_engine.prompt_graphs import GraphedPrompts
 from llm_engine.sampling import SamplingParams
+from llm_engine.transformer import Decoder
 from prefill_worker.config import PrefillConfig
 from tests.llm_engine.driver import (
     DrivenSequence,
@@ -145,10 +147,13 @@ def test_passes_of_all_sizes_are_recorded_before_service(
     ahead = recording(engine, num_seats=0)
     expected = [results_of(engine, sequences_of(size)) for size in SIZES]
 
-    prompts_of(ahead).warm_up(max_tokens=31)
+    with patch.object(Decoder, "_attend", autospec=True, side_effect=Decoder._attend) as attend:
+        prompts_of(ahead).warm_up(max_tokens=31)
 
     (recorder,) = recorders
     assert recorder.num_recorded == 2  # 32 tokens are more than a sequence may have
+    # One layer loads the kernels; then both are recorded, and repeated.
+    assert [call.args[1] for call in attend.call_args_list] == 2 * [0, *(0, 1), *(0, 1)]
     for size, each in zip(SIZES, expected, strict=True):
         assert_equal(results_of(ahead, sequences_of(size)), each)
     assert recorder.num_repeated == 4

@@ -3,7 +3,7 @@
 Loading one waits for a transfer that hangs, and everything waits for the thread that loads it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -38,9 +38,15 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Variant]]:
     def note(self: JITFunction, *args: Any, **options: Any) -> None:
         launched.add(variant_of(self, args, options))
 
+    def recorder(work: Callable[[], object]) -> Callable[[], object]:
+        loaded = set(launched)
+        work()
+        assert launched == loaded, "a kernel is loaded while it is recorded"
+        return work
+
     with interpreted():
         monkeypatch.setattr(JITFunction, "run", note)
-        monkeypatch.setattr(recordings, "CudaGraphRecorder", lambda: lambda work: work)
+        monkeypatch.setattr(recordings, "CudaGraphRecorder", lambda: recorder)
         # As if tokens had been drawn.
         monkeypatch.setattr(torch, "empty", torch.ones)
         monkeypatch.setattr(torch, "empty_like", torch.ones_like)
