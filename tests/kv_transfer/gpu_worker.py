@@ -196,6 +196,8 @@ async def _serve(pipe: Pipe, device: int, seed: int, name: str, options: dict[st
                     answer = storage.digest_pages(page_ids)
                 case "free bytes", ():
                     answer = torch.cuda.mem_get_info()[0]
+                case "reserved bytes", ():
+                    answer = torch.cuda.memory_reserved()
                 case "compute", ():
                     answer = float((matrix @ matrix)[0, 0])
                 case "stop", ():

@@ -75,3 +75,16 @@ def test_a_receive_that_is_aborted_leaves_the_sender_able_to_connect_anew() -> N
         connect(sender, receiver, "c1")
         move(sender, receiver, ALL, ALL[::-1])
         assert receiver.ask("digest", ALL[::-1]) == sender.ask("digest", ALL)
+
+
+def test_connections_that_come_and_go_leave_no_memory_behind() -> None:
+    with workers(8 << 20) as (sender, receiver):
+        reserved = []
+        for number in range(6):
+            connect(sender, receiver, f"c{number}")
+            move(sender, receiver, ALL, ALL)
+            for worker in (sender, receiver):
+                assert worker.ask("abort") < 5.0
+            reserved.append([worker.ask("reserved bytes") for worker in (sender, receiver)])
+
+    assert reserved[1:] == reserved[:-1]

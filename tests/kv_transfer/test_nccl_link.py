@@ -92,7 +92,13 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def make_link(words: Tensor, wire: deque[Tensor], is_sender: bool, step: int) -> NcclLink:
+def make_link(
+    words: Tensor,
+    wire: deque[Tensor],
+    is_sender: bool,
+    step: int,
+    given_back: list[object] | None = None,
+) -> NcclLink:
     core = SimpleNamespace(
         Communicator=lambda: Communicator(wire),
         NCCLConfig=lambda **options: options,
@@ -105,6 +111,7 @@ def make_link(words: Tensor, wire: deque[Tensor], is_sender: bool, step: int) ->
         words=words,
         max_ctas=4,
         new_stream=lambda: (Stream(), None),
+        give_back=([] if given_back is None else given_back).append,
     )
     return NcclLink(device, "c0", is_sender, b"x" * 128, step)
 
@@ -164,3 +171,23 @@ def test_no_event_is_destroyed_before_the_abort() -> None:
     assert Event.num_destroyed == before
     link.abort()
     assert Event.num_destroyed > before
+
+
+def test_streams_are_given_back_once_they_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[object] = []
+    queries: list[bool] = []
+
+    def query(_: Stream) -> bool:
+        assert not given_back, "a stream that is not idle was given back"
+        queries.append(len(queries) > 4)
+        return queries[-1]
+
+    monkeypatch.setattr(Stream, "query", query)
+    link = make_link(torch.zeros(4, 8, dtype=torch.int32), deque(), True, 2, given_back)
+    drain(link.open())
+
+    link.abort()
+
+    # The next connection takes the last one first, for the same use.
+    assert given_back == [*reversed(link._streams)]
+    assert queries.count(True) == 2
