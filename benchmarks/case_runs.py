@@ -15,6 +15,7 @@ from benchmarks.result_file import ResultFile, say
 from benchmarks.run_arguments import LOCAL_PREFILL, Sizes
 from benchmarks.served_cluster import ClusterFailed, ClusterSpec, ServedCluster
 from benchmarks.stream_statistics import Row, StreamRecord, work_done
+from decode_worker.config import DecodeConfig
 from pagewire import PagewireError
 
 START_TIMEOUT_S = 900.0
@@ -75,12 +76,12 @@ class Run:
         """Return the work by pool; refuse work in a pool that must not do it.
 
         Raises:
-            CaseFailed: A decode worker computed prompt tokens, or no page moved; without prefill
-                workers: a page moved.
+            CaseFailed: A decode worker computed more prompt tokens than its option allows, or,
+                where it allows none, no page moved; without prefill workers: a page moved.
         """
         row = work_done(records)
-        # More than 0 only by --option, for runs with the product's defaults.
-        local = int(self.cluster.spec.options.get(LOCAL_PREFILL, 0))
+        default = DecodeConfig().local_prefill_max_tokens
+        local = int(self.cluster.spec.options.get(LOCAL_PREFILL, default))
         if not self.cluster.spec.is_disaggregated:
             if row["pages_moved"] or row["prefill_prompt_tokens"]:
                 raise CaseFailed(f"pages moved without prefill workers: {row}")

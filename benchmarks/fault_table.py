@@ -14,11 +14,10 @@ from benchmarks.faults import LATE_STREAMS, OUTPUT_TOKENS, STREAMS
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "faults.md"
 RESULTS = Path(__file__).resolve().parent / "results"
 FAULTS_RESULT = "faults-cpu.json"
-KILLS_RESULTS = {  # |-> what carried the pages
+# |-> what carried the pages; of a fault that several files have, the page shows the first
+KILLS_RESULTS = {
     "kills-nccl-h100-x2.json": "NCCL",
-    "kills-nccl-decode-after-h100-x2.json": "NCCL",
-    "kills-nccl-h200-x2.json": "NCCL",
-    "kills-nccl-prefill-during-h200-x2.json": "NCCL",
+    "kills-nccl-before-h100-x2.json": "NCCL",
     "kills-ipc-h100-x2.json": "CUDA IPC",
 }
 INTRODUCTION = """\
@@ -88,11 +87,9 @@ Pauses are those of all streams of a row's runs; other times are the median and 
 - *Moves again*: a new request has moved pages. A killed worker starts anew and loads weights of
   Llama-3.2-1B's shape; a hang lasts ten seconds.
 
-Three of the seven clusters on H200s whose prefill worker was killed during transfers stopped at a
-kill that this table leaves out. Their decode worker hung, and its streams waited for another one,
-which these clusters did not have
-([lab book](experiments.md#2026-11-26-two-h200s-and-a-kill-that-hung)). The cause has been removed
-since. Kills over NCCL have not run again.
+Of 77 earlier kills on two H200s, three made the other worker hang
+([lab book](experiments.md#2026-11-26-two-h200s-and-a-kill-that-hung)). The cause was removed before
+these kills.
 
 Measured by `python -m benchmarks.disaggregation --cases 'kill/*' 'hang/*'`, with further arguments
 that the files name: {sources}.
@@ -148,17 +145,17 @@ def page(result: dict[str, Any], name: str) -> str:
 
 def kills(results: dict[str, dict[str, Any]]) -> str:
     """Return the part on workers of two GPUs, for results by the names of their files."""
-    rows = {
-        (fault == "hang", KILLS_RESULTS[name], side, moment, _measured_on(result)): row
-        for name, result in results.items()
-        for row in result["cases"]
-        if "error" not in row
-        for fault, side, moment in [row["case"].split("/")]
-    }
+    rows: dict[tuple[bool, str, str, str], tuple[str, dict[str, Any]]] = {}
+    for name, result in results.items():
+        for row in result["cases"]:
+            if "error" not in row:
+                fault, side, moment = row["case"].split("/")
+                key = (fault == "hang", KILLS_RESULTS[name], side, moment)
+                rows.setdefault(key, (_measured_on(result), row))
     lines = []
     for key in sorted(rows):
-        hangs, carrier, side, moment, where = key
-        row = rows[key]
+        hangs, carrier, side, moment = key
+        where, row = rows[key]
         cells = (
             *(carrier, side, "SIGSTOP, 10 s" if hangs else "SIGKILL", moment, where, row["times"]),
             *(row["times"] * row["streams"], row["lost_requests"], row["wrong_tokens"]),

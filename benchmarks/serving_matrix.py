@@ -3,8 +3,8 @@
     python -m benchmarks.serving_matrix --out benchmarks/results/serving-matrix-h200.json
 
 Weights are random, of Llama-3-8B's shape; prompts are random token ids, tokens greedy. Clients are
-processes of their own. Cases named aggregated/... have no prefill worker; all others have one, and
-fail if no page moved or the decode worker computed a prompt token.
+processes of their own. Cases named aggregated/... have no prefill worker; all others have one, and,
+but for cached prompts, fail if no page moved or the decode worker computed a prompt token.
 
 decode/N@L          N streams, prompts of L tokens. All prompts are computed and moved before; then
                     the streams begin at once. `ms` is a step: the time in which all streams are
@@ -13,11 +13,12 @@ shared/N,S,U        the same, with prompts of S tokens that all share and U of t
                     `prime_ms` is the last first token of the wave before, which computes them.
 ttft/NxL            from the first call to the last first token of N new prompts at once.
 ttft/cached         the same for a prompt of 1,024 tokens that the cache holds, of which the last
-                    token is computed and the last page moved again; N-cached-at-once for N of them.
+                    token is computed; N-cached-at-once for N of them. Here, as by default, a decode
+                    worker computes short rests itself.
 mixed/512           until all of 512 requests are done that come at once: lognormal lengths,
                     502,942 input and 121,658 output tokens.
-ready/cold, warm    from the launch until the router is ready: with the weights on the disk and no
-                    compiled kernel; right after another start, with both at hand.
+ready/...           from the launch until the router is ready; new: the first start ever, without
+                    compiled kernels; cold: no weights in the file cache; warm: both at hand.
 
 Every repeat of ttft and mixed has new prompts. Without --cases everything runs; try it anywhere
 with --shape tiny --scale small --device cpu --page-size 16.
@@ -42,6 +43,7 @@ from benchmarks.prompts import (
     wave,
 )
 from benchmarks.run_arguments import (
+    LOCAL_PREFILL,
     arguments,
     cluster_options,
     end_in_order,
@@ -67,8 +69,8 @@ SHARED = ((64, 8192, 256), (256, 8192, 128), (64, 32_768, 256))  # streams, shar
 FIRST_TOKENS = ((1, 512), (1, 4096), (1, 32_768), (16, 4096))  # streams, prompt
 CACHED = {"cached": 1, "32-cached-at-once": 32, "256-cached-at-once": 256}
 CACHED_TOKENS = 1024
-DISAGGREGATED, AGGREGATED = "1+1", "0+1"
-COLD, WARM = "ready/cold", "ready/warm"
+DISAGGREGATED, SHIPPED, AGGREGATED = "1+1", "1+1, as shipped", "0+1"
+NEW, COLD, WARM = "ready/new", "ready/cold", "ready/warm"
 
 
 def measured_cases() -> dict[str, Callable[[Run], Row]]:
@@ -204,22 +206,34 @@ def warm_up(run: Run) -> None:
     run.wave(wave(run.seeds, 1, unique=run.sizes.tokens(8192)))
 
 
-def cold_start(spec: ClusterSpec, clock: Clock) -> Row:
+def new_start(spec: ClusterSpec, clock: Clock) -> Row:
     """Time a start that reads weights from the disk and compiles all kernels."""
     drop_from_file_cache(spec.model)
     with (
         tempfile.TemporaryDirectory() as kernels,
         mock.patch.dict(os.environ, TRITON_CACHE_DIR=kernels),
     ):
-        return time_start(spec, COLD, clock)
+        return time_start(spec, NEW, clock)
+
+
+def cold_start(spec: ClusterSpec, clock: Clock) -> Row:
+    """Time a start that reads weights from the disk, after another one."""
+    compile_kernels(spec, clock)
+    drop_from_file_cache(spec.model)
+    return time_start(spec, COLD, clock)
 
 
 def warm_start(spec: ClusterSpec, clock: Clock) -> Row:
     """Time a start after another one."""
+    compile_kernels(spec, clock)
     read_into_file_cache(spec.model)
+    return time_start(spec, WARM, clock)
+
+
+def compile_kernels(spec: ClusterSpec, clock: Clock) -> None:
+    """Start a cluster and stop it."""
     with start(spec, "a start before", clock):
         pass
-    return time_start(spec, WARM, clock)
 
 
 def time_start(spec: ClusterSpec, name: str, clock: Clock) -> Row:
@@ -237,7 +251,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     measured = measured_cases()
-    names = [COLD, WARM, *measured, *(f"aggregated/{name}" for name in measured)]
+    names = [NEW, COLD, WARM, *measured, *(f"aggregated/{name}" for name in measured)]
     chosen = selected(names, options.cases)
     if options.list:
         print("\n".join(chosen))
@@ -252,20 +266,32 @@ def main() -> None:
         options=cluster_options(options),
         routers=options.routers,
     )
-    specs = {DISAGGREGATED: disaggregated, AGGREGATED: replace(disaggregated, prefill=0)}
+    shipped = {name: each for name, each in disaggregated.options.items() if name != LOCAL_PREFILL}
+    specs = {
+        DISAGGREGATED: disaggregated,
+        SHIPPED: replace(disaggregated, options=shipped),
+        AGGREGATED: replace(disaggregated, prefill=0),
+    }
     results = results_of(options, "serving_matrix", specs)
     of_starts = {
+        NEW: partial(new_start, disaggregated),
         COLD: partial(cold_start, disaggregated),
         WARM: partial(warm_start, disaggregated),
     }
     cases = [Case(name=name, measure_start=each) for name, each in of_starts.items()]
     cases += [
-        Case(name=name, cluster=DISAGGREGATED, measure=each) for name, each in measured.items()
+        Case(
+            name=name,
+            cluster=SHIPPED if name.removeprefix("ttft/") in CACHED else DISAGGREGATED,
+            measure=each,
+        )
+        for name, each in measured.items()
     ]
     cases += [
         Case(name=f"aggregated/{name}", cluster=AGGREGATED, measure=each)
         for name, each in measured.items()
     ]
+    cases.sort(key=lambda case: case.cluster == SHIPPED)  # those on one cluster together
     run_cases(
         [case for case in cases if case.name in chosen],
         specs,

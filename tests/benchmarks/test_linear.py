@@ -115,6 +115,6 @@ def test_the_choice_is_about_as_fast_as_torch_and_as_the_best_tile(
             over_best.append(chosen / best)
 
     # 136 rows for each tile would be best for 543: no power of two (docs/decisions/0019).
-    assert statistics.median(over_torch) < (1.25 if num_rows == 543 else 1.01)
+    assert statistics.median(over_torch) < (1.25 if num_rows == 543 else 1.03)
     assert statistics.median(over_best) < 1.01
     assert max(over_best) < 1.05
