@@ -156,7 +156,7 @@ def check_nccl(facts: HostFacts) -> Finding:
 
 
 def check_triton(facts: HostFacts) -> Finding:
-    """Triton is there, with the C compiler that it calls for each kernel's launcher."""
+    """With a GPU: Triton is there, and the C compiler that it calls for each kernel's launcher."""
     version = facts.versions.get("triton")
     needs_it = facts.torch_gpus > 0
     if version is None:
@@ -169,9 +169,10 @@ def check_triton(facts: HostFacts) -> Finding:
     if facts.compiler is None:
         return Finding(
             check="triton",
-            level="fail" if needs_it else "warn",
+            level="fail" if needs_it else "ok",
             found=f"triton {version}, no C compiler",
-            remedy="apt-get install gcc",  # Triton compiles a launcher at the first use of each
+            # Triton compiles a launcher at the first use of each kernel.
+            remedy="apt-get install gcc" if needs_it else "",
         )
     return Finding(check="triton", level="ok", found=f"triton {version}, {facts.compiler}")
 

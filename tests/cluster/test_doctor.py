@@ -75,7 +75,11 @@ def with_versions(facts, **changes):
     return replace(facts, versions=versions)
 
 
-@pytest.mark.parametrize("facts", [GPU_HOST, CPU_HOST], ids=["gpu", "cpu"])
+@pytest.mark.parametrize(
+    "facts",
+    [GPU_HOST, CPU_HOST, replace(CPU_HOST, compiler=None)],
+    ids=["gpu", "cpu", "image-cpu"],
+)
 def test_a_healthy_host_is_healthy(facts):
     assert {each.level for each in findings(facts).values()} == {"ok"}
 
@@ -104,7 +108,6 @@ def test_a_healthy_host_is_healthy(facts):
         (with_versions(GPU_HOST, nccl4py=None), "nccl", "fail", "nccl4py"),
         (with_versions(GPU_HOST, triton=None), "triton", "fail", "triton"),
         (replace(GPU_HOST, compiler=None), "triton", "fail", "C compiler"),
-        (replace(CPU_HOST, compiler=None), "triton", "warn", "C compiler"),
         (with_versions(GPU_HOST, ray=None), "ray", "fail", "ray"),
         (replace(GPU_HOST, ray_auth_mode="disabled"), "ray access", "warn", "unset RAY_AUTH_MODE"),
         (
