@@ -7,6 +7,11 @@ python=${PYTHON:-python3}
 tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
 
+# The same tree makes the same bytes, so an unchanged layer of an image is not built, pushed and pulled again: all files of
+# the wheels bear the first date that a zip archive can.
+export SOURCE_DATE_EPOCH="${SOURCE_DATE_EPOCH:-315532800}"
+umask 022
+
 # From a copy: setuptools also takes what an earlier build has left in a tree.
 packages=$("$python" - "$root/pyproject.toml" "$root/server/pyproject.toml" <<'END'
 import sys, tomllib
@@ -18,7 +23,7 @@ END
 )
 # shellcheck disable=SC2086 # a list of words
 tar -C "$root" --exclude=__pycache__ --exclude=build --exclude=results --exclude='*.egg-info' -cf - \
-    pyproject.toml README.md LICENSE server $packages | tar -C "$tree" -xf -
+    --mode=u=rwX,go=rX pyproject.toml README.md LICENSE server $packages | tar -C "$tree" -xf -
 
 mkdir -p "$wheels"
 rm -f "$wheels"/pagewire*.whl

@@ -160,7 +160,7 @@ def wheels(tmp_path_factory):
     offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # 0: pip reads it as a `no`
     environment = os.environ | offline | {"PYTHON": sys.executable}
     build = [ROOT / "deploy" / "docker" / "build_wheels.sh", folder]
-    subprocess.run(build, env=environment, check=True, timeout=100)
+    subprocess.run(build, env=environment, check=True, timeout=100, umask=0o077)
     assert (folder / "constraints.txt").exists()
     return {each.name.partition("-")[0]: each for each in folder.glob("*.whl")}
 
@@ -224,6 +224,15 @@ def test_the_server_has_the_rest_and_no_file_of_the_client(wheels):
     assert tops == own | {"pagewire_server-0.1.0.dist-info"}
     assert files.isdisjoint(files_in(wheels["pagewire"]))
     assert {"protos/inference.proto", "cli/commands.py", "http_gateway/page/index.html"} <= files
+
+
+def test_files_of_the_wheels_bear_neither_the_time_nor_the_umask_of_the_build(wheels):
+    for each in wheels.values():
+        with zipfile.ZipFile(each) as content:
+            files = [one for one in content.infolist() if not one.filename.endswith("/RECORD")]
+        assert {one.date_time for one in files} == {(1980, 1, 1, 0, 0, 0)}
+        assert {one.external_attr >> 16 & 0o777 for one in files} == {0o644}
+        assert each.stat().st_mode & 0o444 == 0o444, "who builds the image may be another user"
 
 
 def test_what_a_client_depends_on_is_a_decision(client):
