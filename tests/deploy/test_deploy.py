@@ -5,7 +5,9 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from concurrent import futures
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import grpc
 import pytest
 import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from packaging.requirements import Requirement
 
 from cluster.config import ClusterConfig
 from cluster.config_options import config_options
@@ -47,7 +50,7 @@ def instructions(stage):
 def test_an_image_installs_wheels_alone_and_runs_as_a_user_who_is_not_root(stage, extras):
     steps = dict(instructions(stage))  # the last of each kind
     made = [rest for _, rest in instructions(stage) if "useradd" in rest]
-    copied = [rest for name, rest in instructions(stage) if name == "COPY"]
+    copied = [rest for name, rest in instructions(stage) if name in ("COPY", "ADD")]
 
     assert json.loads(steps["ENTRYPOINT"]) == ["pagewire"]
     assert ("CMD" in steps) is (stage != "router"), "a router needs a controller and keys"
@@ -55,14 +58,42 @@ def test_an_image_installs_wheels_alone_and_runs_as_a_user_who_is_not_root(stage
         check_command(["pagewire", *json.loads(steps["CMD"])])
     assert steps["USER"] in made[0]
     assert instructions(stage)[-1][0] == "USER"
-    assert copied == ["wheels wheels", "healthcheck.py healthcheck.py"]
-    installs = [rest for name, rest in instructions(stage) if "pip install" in rest]
-    assert all("--only-binary :all: -c wheels/constraints.txt" in each for each in installs)
+    assert copied == ["--chmod=0644 healthcheck.py healthcheck.py"], "user 1000 may read it"
+    installs = pip_installs(stage)
+    options = re.compile("--no-cache-dir --only-binary :all: -c /tmp/(wheels/)?constraints.txt ")
+    assert all(map(options.match, installs))
     ours = re.search(
-        r"wheels/pagewire-\*\.whl .*pagewire_server-\*\.whl\)\[(.*)\]\"$", steps["RUN"]
+        r"/tmp/wheels/pagewire-\*\.whl .*pagewire_server-\*\.whl\)\[(.*)\]\"$", installs[-1]
     )
     assert set(ours[1].split(",")) == extras
     assert extras <= SERVER["project"]["optional-dependencies"].keys()
+
+
+def pip_installs(stage):
+    """What follows each `pip install`."""
+    runs = [" ".join(rest.split()) for name, rest in instructions(stage) if name == "RUN"]
+    return [each for run in runs for each in re.findall(r"pip install (.*?)(?: &&|$)", run)]
+
+
+@pytest.mark.parametrize(("stage", "extras"), [("cpu", ["engine"]), ("cuda", ["engine", "cuda"])])
+def test_what_is_large_is_not_installed_again_when_pagewire_changes(stage, extras):
+    *runs, last = [rest for name, rest in instructions(stage) if name == "RUN"]
+    assert last.startswith("--mount=type=bind,source=wheels,target=/tmp/wheels ")
+    assert not any("source=wheels," in each for each in runs)
+
+    optional = SERVER["project"]["optional-dependencies"]
+    needed = {Requirement(each).name for extra in extras for each in optional[extra]}
+    installed = set(pip_installs(stage)[-2].partition("/tmp/constraints.txt ")[2].split())
+    assert installed == needed - {"pagewire-server", "safetensors"}
+
+
+def test_torch_without_cuda_comes_alone_from_its_index():
+    """That index has hardly any other package, and not in the versions of constraints.txt."""
+    first = pip_installs("cpu")[0]
+
+    assert first.endswith('--index-url "$TORCH_INDEX" --no-deps torch')
+    (index,) = [rest for name, rest in instructions("cpu") if name == "ARG"]
+    assert index == "TORCH_INDEX=https://download.pytorch.org/whl/cpu"
 
 
 def test_the_health_check_asks_the_port_that_is_served():
@@ -115,6 +146,38 @@ def test_health_is_asked_over_tls_where_an_authority_is_given(tmp_path):
     server.stop(None)
 
     assert (alive, in_clear, unread) == (0, 1, 1)
+
+
+@pytest.fixture
+def gateway():
+    class Answers(BaseHTTPRequestHandler):
+        status = 503
+
+        def do_GET(self):
+            self.send_response(self.status if self.path == "/ready" else 404)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield Answers, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_gateway_is_healthy_when_it_is_ready(gateway, monkeypatch):
+    answers, url = gateway
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # of a host, not for this
+
+    assert main([f"{url}/ready"]) == 1
+    answers.status = 200
+    assert main([f"{url}/ready"]) == 0
+    assert main([f"{url}/other"]) == 1
+    assert main(["http://127.0.0.1:1/ready"]) == 1, "nobody listens"
 
 
 def shell_commands():
