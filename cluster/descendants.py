@@ -5,6 +5,7 @@ raylet live on, some of them forever.
 """
 
 import ctypes
+import os
 import signal
 import sys
 import threading
@@ -18,17 +19,41 @@ import psutil
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 KILL_TIMEOUT_S = 2.0
 LOOK_PERIOD_S = 0.01
+REAP_PERIOD_S = 5.0
 
 
 @contextmanager
 def no_descendant_left() -> Iterator[None]:
-    """Stay the ancestor of all descendants while entered, and kill the remaining ones at exit."""
+    """Stay the ancestor of all descendants while entered, and kill the remaining ones at exit.
+
+    Orphans that end meanwhile are reaped.
+    """
+    done = threading.Event()
+    thread = threading.Thread(target=_reap_orphans, args=(done,), name="reap-orphans", daemon=True)
     _adopt_orphans(is_on=True)
+    thread.start()
     try:
         yield
     finally:
+        done.set()
         kill_descendants()
         _adopt_orphans(is_on=False)
+
+
+def _reap_orphans(done: threading.Event) -> None:
+    """Reap children that were further below when they were last seen, and have ended.
+
+    Children that this process started itself are left to those who wait for their exit codes.
+    """
+    orphans: set[psutil.Process] = set()
+    while not done.wait(REAP_PERIOD_S):
+        with suppress(psutil.Error):
+            below = set(psutil.Process().children(recursive=True))
+            children = set(psutil.Process().children())
+            orphans = (orphans & below) | (below - children)
+            for each in orphans & children:
+                with suppress(ChildProcessError):
+                    os.waitpid(each.pid, os.WNOHANG)
 
 
 def kill_descendants() -> None:

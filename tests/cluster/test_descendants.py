@@ -67,6 +67,31 @@ def test_a_second_signal_kills_all_before_the_process_ends(started):
     assert processes_of_session(started.pid) == {}
 
 
+# The shell's own child outlives it, and ends as one of ours.
+REAPS = """
+import subprocess, time, psutil
+from cluster import descendants
+
+descendants.REAP_PERIOD_S = 0.01
+with descendants.no_descendant_left():
+    shell = subprocess.Popen(["sh", "-c", "sleep 0.4 & sleep 0.2; exit 7"])
+    most = 0
+    deadline = time.monotonic() + 10
+    while (left := psutil.Process().children()) and time.monotonic() < deadline:
+        most = max(most, len(left))
+        if most == 2 and [each.pid for each in left] == [shell.pid]:
+            break
+        time.sleep(0.01)
+    print(most, len(left), shell.wait())
+"""
+
+
+def test_an_orphan_that_ends_is_reaped_but_a_child_is_left_to_who_waits_for_it():
+    done = subprocess.run([sys.executable, "-c", REAPS], capture_output=True, text=True, timeout=30)
+
+    assert (done.stdout, done.stderr) == ("2 1 7\n", "")
+
+
 def test_a_child_that_blocks_sigterm_is_killed_once_it_is_asked_and_may_end():
     may_begin = []
     parent = [sys.executable, "-S", "-c", "import subprocess; subprocess.run(['sleep', '304'])"]
