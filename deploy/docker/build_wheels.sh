@@ -28,4 +28,4 @@ tar -C "$root" --exclude=__pycache__ --exclude=build --exclude=results --exclude
 mkdir -p "$wheels"
 rm -f "$wheels"/pagewire*.whl
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$wheels" "$tree" "$tree/server"
-cp "$root/constraints.txt" "$wheels"
+install -m 644 "$root/constraints.txt" "$wheels"
