@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from cluster.config import ClusterConfig
 from cluster.config_options import config_options
-from deploy.docker.healthcheck import SERVICE, main
+from deploy.docker.healthcheck import SERVICE, arguments, main
 from tests.support.certificates import Authority
 from tests.support.distributions import SERVER, serving_modules_with
 from tests.support.typed_commands import check_command
@@ -88,7 +88,7 @@ def test_what_is_large_is_not_installed_again_when_pagewire_changes(stage, extra
 
 
 def test_torch_without_cuda_comes_alone_from_its_index():
-    """That index has hardly any other package, and not in the versions of constraints.txt."""
+    """What it depends on need not be there in the versions of constraints.txt."""
     first = pip_installs("cpu")[0]
 
     assert first.endswith('--index-url "$TORCH_INDEX" --no-deps torch')
@@ -189,20 +189,28 @@ def shell_commands():
 
 
 def test_the_commands_of_the_readme_can_be_typed():
-    served = []
+    built, served = [], []
     for words in shell_commands():
         for word in words:
             if word.startswith(("deploy/", "./deploy")):
                 assert (ROOT / word).exists(), word
-        if words[:2] == ["docker", "run"] and "serve" in words:
-            served.append(["pagewire", *words[words.index("serve") :]])
+        if words[:2] == ["docker", "run"]:
+            image = next(at for at, word in enumerate(words) if word.startswith("pagewire:"))
+            assert words[image].removeprefix("pagewire:") in built
+            if command := words[image + 1 :]:
+                served.append(["pagewire", *command])
+            if "--health-cmd" in words:
+                python, script, *rest = shlex.split(words[words.index("--health-cmd") + 1])
+                assert (python, script) == ("python", "/opt/pagewire/healthcheck.py")
+                arguments(rest)
         if words[:2] == [".venv/bin/ray", "exec"] and " serve " in words[-1]:
             served.append(shlex.split(words[-1]))
         if words[:2] == ["docker", "build"]:
-            assert instructions(words[words.index("--target") + 1])
+            built.append(words[words.index("--target") + 1])
+            assert instructions(built[-1])
     for words in served:
         check_command(words)
-    assert len(served) == 2
+    assert [words[1] for words in served] == ["serve", "gateway", "serve"]
 
 
 LISTENS = re.compile(r"\.add_port\(|\.create_server\(|\.server_bind\(|\blistener\.bind\(")
