@@ -20,7 +20,9 @@ transfer/ttft_share@L    `share`: of the first token's time, what new@L takes lo
                     the difference that a page makes (computed).
 transfer/dedup      64 requests at once with one new prefix of 8,192 tokens: how often it was
                     computed and moved.
-itl/ARM             16 chats stream while six prompts of 32,768 tokens arrive.
+itl/ARM             16 chats stream while six prompts of 32,768 tokens arrive. `step_ms` is the mean
+                    time of a chat's tokens then, and `calm_step_ms` that of the same tokens in a
+                    wave without these prompts.
 ablation/ARM/N,S,U  N streams that share S tokens: `prime_ms`, `step_ms`, and `ms` for all tokens.
                     both: as it is; cascade: all pages of a prompt move for each request; delta:
                     each request reads its prefix for itself; none: both of these.
@@ -60,9 +62,12 @@ from benchmarks.stream_statistics import (
     first_token_ms,
     gaps_ms,
     last_first_token_ms,
+    percentile,
     percentiles,
     spread,
+    step_between_ms,
     step_window,
+    tokens_within,
     wall_s,
     work_done,
 )
@@ -149,7 +154,7 @@ def chats_beside_prompts(run: Run) -> Row:
     chats = wave(run.seeds, sizes.streams(CHATS), unique=sizes.tokens(CHAT_TOKENS))
     run.wave(chats)
     chats = with_tokens(chats, sizes.tokens(CHAT_STEPS))
-    calm = gaps_ms(run.wave(with_tokens(chats, sizes.steps)))
+    calm = run.wave(chats)
     run.wave(wave(run.seeds, 1, unique=sizes.tokens(INTRUDER_TOKENS)))
     prompts = wave(run.seeds, INTRUDERS, unique=sizes.tokens(INTRUDER_TOKENS), max_tokens=16)
     period_s = INTRUDER_PERIOD_S / sizes.tokens_by
@@ -159,14 +164,23 @@ def chats_beside_prompts(run: Run) -> Row:
     work = run.check_work(records)
     begin = min(each.started for each in intruding)
     end = min(max(each.times[0] for each in intruding), min(each.times[-1] for each in talking))
-    gaps = gaps_ms(talking, begin, end)
-    if not gaps:
+    # Steps take longer as chats grow, so they are compared at the same tokens.
+    tokens = [tokens_within(each, begin, end) for each in talking]
+    steps = [
+        (step_between_ms(each, *range_), step_between_ms(alone, *range_))
+        for each, alone, range_ in zip(talking, calm, tokens, strict=True)
+        if range_
+    ]
+    if not steps:
         raise CaseFailed("the chats had ended before the prompts came")
-    during = percentiles(gaps, "itl_ms")
+    step_ms, calm_step_ms = (percentile(each, 50) for each in zip(*steps, strict=True))
+    during = percentiles(gaps_ms(talking, begin, end), "itl_ms")
     return {
         "ms": during["itl_ms_p99"],
         **during,
-        **percentiles(calm, "calm_itl_ms"),
+        "step_ms": round(step_ms, 3),
+        "calm_step_ms": round(calm_step_ms, 3),
+        **percentiles(gaps_ms(calm), "calm_itl_ms"),
         **percentiles(first_token_ms(intruding), "prompt_first_token_ms"),
         "window_s": round(end - begin, 3),
         "are_all_prompts_in_window": end >= max(each.times[0] for each in intruding),

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.fault_cases import FAULTS
 from benchmarks.faults import LATE_STREAMS, OUTPUT_TOKENS, STREAMS
+from benchmarks.measured_host import in_short
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "faults.md"
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -172,9 +173,7 @@ def kills(results: dict[str, dict[str, Any]]) -> str:
 
 
 def _measured_on(result: dict[str, Any]) -> str:
-    gpus = result["hardware"]["gpus"]
-    model = gpus[0].removeprefix("NVIDIA ").split()[0]
-    return f"{len(gpus)} {model}s, {result['commit']}"
+    return f"{in_short(result['hardware'])}, {result['commit']}"
 
 
 def corruption(result: dict[str, Any], name: str) -> str:

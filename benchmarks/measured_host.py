@@ -43,6 +43,16 @@ def hardware() -> Row:
     return found
 
 
+def in_short(found: Row | str) -> str:
+    """Return what a result file says of its hardware, in a few words; old files have these."""
+    if isinstance(found, str):
+        return found
+    if gpus := found.get("gpus"):
+        model = gpus[0].removeprefix("NVIDIA ").split()[0]
+        return f"{len(gpus)} {model}{'s' if len(gpus) > 1 else ''}"
+    return f"{found['cores']} CPU cores"
+
+
 def versions() -> dict[str, str]:
     """Return the versions of what is installed of VERSIONS_OF."""
     found = {"python": platform.python_version()}

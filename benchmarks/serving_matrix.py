@@ -29,7 +29,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from unittest import mock
 
 from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_cases, selected, start
@@ -206,34 +206,33 @@ def warm_up(run: Run) -> None:
     run.wave(wave(run.seeds, 1, unique=run.sizes.tokens(8192)))
 
 
-def new_start(spec: ClusterSpec, clock: Clock) -> Row:
-    """Time a start that reads weights from the disk and compiles all kernels."""
-    drop_from_file_cache(spec.model)
-    with (
-        tempfile.TemporaryDirectory() as kernels,
-        mock.patch.dict(os.environ, TRITON_CACHE_DIR=kernels),
-    ):
-        return time_start(spec, NEW, clock)
+def starts_of(spec: ClusterSpec) -> dict[str, Callable[[Clock], Row]]:
+    """Return the measurements of a cluster's start, by name."""
 
+    @cache
+    def start_before(clock: Clock) -> None:
+        with start(spec, "a start before", clock):
+            pass
 
-def cold_start(spec: ClusterSpec, clock: Clock) -> Row:
-    """Time a start that reads weights from the disk, after another one."""
-    compile_kernels(spec, clock)
-    drop_from_file_cache(spec.model)
-    return time_start(spec, COLD, clock)
+    def new(clock: Clock) -> Row:
+        drop_from_file_cache(spec.model)
+        with (
+            tempfile.TemporaryDirectory() as kernels,
+            mock.patch.dict(os.environ, TRITON_CACHE_DIR=kernels),
+        ):
+            return time_start(spec, NEW, clock)
 
+    def cold(clock: Clock) -> Row:
+        start_before(clock)
+        drop_from_file_cache(spec.model)
+        return time_start(spec, COLD, clock)
 
-def warm_start(spec: ClusterSpec, clock: Clock) -> Row:
-    """Time a start after another one."""
-    compile_kernels(spec, clock)
-    read_into_file_cache(spec.model)
-    return time_start(spec, WARM, clock)
+    def warm(clock: Clock) -> Row:
+        start_before(clock)
+        read_into_file_cache(spec.model)
+        return time_start(spec, WARM, clock)
 
-
-def compile_kernels(spec: ClusterSpec, clock: Clock) -> None:
-    """Start a cluster and stop it."""
-    with start(spec, "a start before", clock):
-        pass
+    return {NEW: new, COLD: cold, WARM: warm}
 
 
 def time_start(spec: ClusterSpec, name: str, clock: Clock) -> Row:
@@ -273,12 +272,8 @@ def main() -> None:
         AGGREGATED: replace(disaggregated, prefill=0),
     }
     results = results_of(options, "serving_matrix", specs)
-    of_starts = {
-        NEW: partial(new_start, disaggregated),
-        COLD: partial(cold_start, disaggregated),
-        WARM: partial(warm_start, disaggregated),
-    }
-    cases = [Case(name=name, measure_start=each) for name, each in of_starts.items()]
+    starts = starts_of(disaggregated).items()
+    cases = [Case(name=name, measure_start=each) for name, each in starts]
     cases += [
         Case(
             name=name,

@@ -1,9 +1,10 @@
 """What clients saw of streams, as numbers: windows, percentiles, gaps, sums. Pure."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from pagewire import Usage
@@ -86,6 +87,20 @@ def gaps_ms(
                 gaps.append(1e3 * (record.times[i] - record.times[i - 1]))
                 gaps += [0.0] * (record.counts[i] - 1)
     return gaps
+
+
+def tokens_within(record: StreamRecord, begin: float, end: float) -> tuple[int, int] | None:
+    """Return the numbers of a stream's first and last token within a time; None: fewer than two."""
+    numbers = list(accumulate(record.counts))
+    inside = [each for each, at in zip(numbers, record.times, strict=True) if begin <= at <= end]
+    return (inside[0], inside[-1]) if len(inside) > 1 else None
+
+
+def step_between_ms(record: StreamRecord, first: int, last: int) -> float:
+    """Return the mean time of a token, ms, from one token's arrival to another's, by number."""
+    numbers = list(accumulate(record.counts))
+    began, ended = (record.times[bisect_left(numbers, each)] for each in (first, last))
+    return 1e3 * (ended - began) / (last - first)
 
 
 def longest_pause_ms(record: StreamRecord, since: float) -> float:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.figures import FLASHINFER_CASCADE, FLASHINFER_DECODE, read_times
+from benchmarks.measured_host import in_short
 from benchmarks.serving_figures import VLLM
 from benchmarks.stream_statistics import Row
 from benchmarks.targets import SERVING_MS, other_outcomes, serving_outcomes
@@ -95,10 +96,11 @@ def serving() -> str:
 def targets() -> str:
     """What was to be reached at the client, and whether it was."""
     return table(
-        ("what", "unit", "target", "measured", "reached"),
+        ("what", "on", "unit", "target", "measured", "reached"),
         (
             (
                 f"`{each.what}`" if each.what in SERVING_MS else each.what,
+                f"[{_hardware_in_short(each.file)}](../benchmarks/results/{each.file})",
                 each.unit,
                 f"{'>=' if each.is_least else '<='} {each.target:,g}",
                 _ms(each.found),
@@ -106,7 +108,7 @@ def targets() -> str:
             )
             for each in (*serving_outcomes(), *other_outcomes())
         ),
-        num_text=2,
+        num_text=3,
     )
 
 
@@ -333,6 +335,11 @@ def main() -> None:
     for name in PAGES:
         path = ROOT / name
         path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def _hardware_in_short(file: str) -> str:
+    content = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    return in_short(content["hardware"])
 
 
 def _ms(value: float) -> str:

@@ -13,7 +13,9 @@ from benchmarks.stream_statistics import (
     percentile,
     percentiles,
     spread,
+    step_between_ms,
     step_window,
+    tokens_within,
     wall_s,
     work_done,
 )
@@ -113,6 +115,17 @@ def test_gaps_are_those_before_each_token_within_a_time() -> None:
     assert gaps_ms([record]) == pytest.approx([500.0, 2000.0, 0.0, 0.0])
     assert gaps_ms([record], begin=2.0) == pytest.approx([2000.0, 0.0, 0.0])
     assert gaps_ms([record], end=2.0) == pytest.approx([500.0])
+
+
+def test_steps_are_compared_at_the_same_tokens() -> None:
+    busy = stream(1.0, 1.5, 3.5, 4.0, 9.0, counts=(1, 1, 2, 1, 1))
+
+    assert tokens_within(busy, 1.5, 4.5) == (2, 5)
+    assert tokens_within(busy, 3.6, 4.5) is None
+    assert tokens_within(busy, 5.0, 6.0) is None
+    assert step_between_ms(busy, 2, 5) == pytest.approx(2500 / 3)
+    alone = stream(0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
+    assert step_between_ms(alone, 2, 5) == pytest.approx(250.0)
 
 
 def test_a_pause_is_counted_that_began_before_a_moment_but_not_one_that_was_over() -> None:
