@@ -15,13 +15,15 @@ from typing import Any
 
 from benchmarks.bar_chart import draw
 from benchmarks.figures import BLUE, LIGHT_BLUE, ORANGE, RED
+from benchmarks.measured_host import in_short
 from benchmarks.serving_figures import bars, disaggregation_charts, hardware_of, serving_charts
 from benchmarks.stream_statistics import Row
-from benchmarks.tables import RESULTS, ROOT, gateway_rows
+from benchmarks.tables import PROFILE_RESULT, RESULTS, ROOT, gateway_rows, profile_parts
 from benchmarks.targets import serving_outcomes
 
 FIGURES = ROOT / "docs" / "figures"
 SERVING_FILES = ("serving-matrix-h200-x2.json", "serving-matrix-h200.json")
+COLORS = (BLUE, ORANGE, LIGHT_BLUE, RED)
 KILLS_FILE = "kills-nccl-h100-x2.json"
 NUM_LAYERS, LAYER_WEIGHTS = 32, ("qkv", "output", "gate_up", "down")
 
@@ -69,6 +71,28 @@ def engine_step() -> str:
     )
 
 
+def step_profile() -> str:
+    """What kinds of kernels take of a step."""
+    content = _content(PROFILE_RESULT)
+    values = [
+        (row["case"], tuple(profile_parts(row).values()))
+        for row in content["cases"]
+        if not row["case"].startswith("prefill/")
+    ]
+    return draw(
+        bars(
+            "Kernels of a step that decodes, their times summed by kind (shorter is better)",
+            (
+                f"{in_short(content['hardware'])}, Llama-3-8B's shape, commit {content['commit']}.",
+                "Idle: no kernel and no copy runs between the step's first and its last.",
+            ),
+            values,
+            series=tuple(zip(profile_parts(content["cases"][0]), COLORS, strict=True)),
+            unit="ms",
+        )
+    )
+
+
 def _short(case: str) -> str:
     kind, _, sizes = case.partition("/")
     return sizes.replace("@1024", "").replace(",", " + ") if kind == "beside" else case
@@ -77,26 +101,17 @@ def _short(case: str) -> str:
 def linear() -> str:
     """The four products of all layers, beside torch's."""
     us: dict[int, dict[bool, float]] = defaultdict(lambda: defaultdict(float))
-    gone: set[int] = set()
     for row in _content("linear-h200.json"):
         if row["weight"] in LAYER_WEIGHTS and (row["is_shipped"] or row["tile"] == "torch"):
             us[row["num_rows"]][row["is_shipped"]] += NUM_LAYERS * row["us"]
-            if "+" in row["tile"]:
-                gone.add(row["num_rows"])
     values = [
-        (
-            f"{num_rows:,} rows",
-            (None if num_rows in gone else each[True] / 1000, each[False] / 1000),
-        )
+        (f"{num_rows:,} rows", (each[True] / 1000, each[False] / 1000))
         for num_rows, each in sorted(us.items())
     ]
     return draw(
         bars(
             "Linear layers of Llama-3-8B, all four products of 32 layers, logarithmic",
-            (
-                "One NVIDIA H200, bfloat16, medians with a cold L2 cache (shorter is better).",
-                "No bar: the tile of that run is no longer in the code.",
-            ),
+            ("One NVIDIA H200, bfloat16, medians with a cold L2 cache (shorter is better).",),
             values,
             series=(("Pagewire", BLUE), ("torch 2.11", ORANGE)),
             is_logarithmic=True,
@@ -164,6 +179,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "serving-mixed": partial(serving, "mixed"),
     "targets": targets,
     "engine-step": engine_step,
+    "step-profile": step_profile,
     "linear-h200": linear,
     "relay": relay,
     "gateway": gateway,

@@ -23,6 +23,7 @@ from benchmarks.transfer_shares import LENGTHS, transfer_case, transfer_shares
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
+PROFILE_RESULT = "step-profile-llama-3-8b-h100.json"
 TRANSFERS_RESULT = "transfers-h200-x2.json"
 POOL_ARMS = ("disaggregated", "aggregated")
 REGION = re.compile(r"(?s)(<!-- table: ([a-z-]+) -->\n).*?(<!-- end of table -->)")
@@ -119,6 +120,36 @@ def engine_step() -> str:
     return table(
         ("case", "one by one, ms", "ahead, ms"),
         ((f"`{row['case']}`", _ms(row["one_by_one_ms"]), _ms(row["ms"])) for row in rows),
+    )
+
+
+def profile_parts(row: Row) -> dict[str, float]:
+    """Return the times of a profiled step by kind, ms; kernels may overlap."""
+    parts = row["parts_ms"]
+    attention = sum(parts.get(name, 0.0) for name in ("decode", "cascade", "prefill"))
+    rest = sum(parts.values()) - attention - parts["linear"]
+    return {
+        "linear layers": parts["linear"],
+        "attention": attention,
+        "other kernels": rest,
+        "idle": row["idle_ms"],
+    }
+
+
+def step_profile() -> str:
+    """Where the device's time goes in a step."""
+    rows = json.loads((RESULTS / PROFILE_RESULT).read_text(encoding="utf-8"))["cases"]
+    heads = ("case", "step, ms", *(f"{part}, ms" for part in profile_parts(rows[0])), "idle, %")
+    return table(
+        heads,
+        (
+            (
+                f"`{row['case']}`",
+                *map(_ms, (row["ms"], *profile_parts(row).values())),
+                f"{100 * row['idle_ms'] / row['ms']:.1f}",
+            )
+            for row in rows
+        ),
     )
 
 
@@ -305,6 +336,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving": serving,
     "targets": targets,
     "engine-step": engine_step,
+    "step-profile": step_profile,
     "pools": pools,
     "transfers": transfers,
     "decode-attention": decode_attention,
