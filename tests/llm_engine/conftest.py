@@ -25,7 +25,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 @pytest.fixture
-def recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LaunchRecorder]]:
+def recorders() -> Iterator[list[LaunchRecorder]]:
     """Kernels are interpreted; the list gets the recorders that decoders make."""
     made: list[LaunchRecorder] = []
     known: list[Tensor] = []
@@ -34,7 +34,8 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LaunchRecorder]]
         made.append(LaunchRecorder(known))
         return made[-1]
 
-    with interpreted():
+    # Patches end before the interpreter does: they would put its launch back.
+    with interpreted(), pytest.MonkeyPatch.context() as monkeypatch:
         launch = JITFunction.run
 
         def noted(self: JITFunction, *args: Any, **options: Any) -> Any:

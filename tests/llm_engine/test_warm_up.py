@@ -31,7 +31,7 @@ Variant = tuple[object, ...]
 
 
 @pytest.fixture
-def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Variant]]:
+def variants() -> Iterator[set[Variant]]:
     """What was launched, by all of its arguments that Triton compiles a kernel for; none runs."""
     launched: set[Variant] = set()
 
@@ -44,7 +44,8 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Variant]]:
         assert launched == loaded, "a kernel is loaded while it is recorded"
         return work
 
-    with interpreted():
+    # Patches end before the interpreter does: they would put its launch back.
+    with interpreted(), pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(JITFunction, "run", note)
         monkeypatch.setattr(recordings, "CudaGraphRecorder", lambda: recorder)
         # As if tokens had been drawn.
