@@ -2,8 +2,11 @@
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Generic, Protocol, TypeVar
 
 from llm_engine.engine_api import EngineLike
 from llm_engine.engine_step import EngineStep, StepResult
@@ -34,6 +37,10 @@ class ThreadExecutor:
     A call that has begun cannot be stopped: cancelling waits for its end. A cancelled read has
     still read its step, whose pages can then be handed out again.
 
+    The thread begins when the event loop lets go of the interpreter's lock, so little is done after
+    a call is queued, and little before its outcome is read. With a ThreadPoolExecutor and
+    asyncio.wait a launch of an idle worker began 0.1 ms later.
+
     Args:
         max_call_s: A call that takes longer hangs. It and all later ones raise EngineHangs: only
             the end of the process frees the device and its pages.
@@ -43,8 +50,11 @@ class ThreadExecutor:
         self._engine = engine
         self._max_call_s = max_call_s
         self._hangs = False
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._closed = False
+        self._calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()  # None: no more come
+        # A daemon: a call that hangs must not keep the process from ending.
+        self._thread = Thread(target=_run_calls, args=(self._calls,), name="engine", daemon=True)
+        self._thread.start()
 
     @property
     def engine(self) -> EngineLike:
@@ -57,29 +67,92 @@ class ThreadExecutor:
         return await self._run(self._engine.read)
 
     def close(self) -> None:
-        """End the thread after the running call, unless that hangs; cancel queued calls."""
+        """End the thread after the calls made so far; wait for that unless one hangs."""
         self._closed = True
-        self._pool.shutdown(wait=not self._hangs, cancel_futures=True)
+        self._calls.put(None)
+        if not self._hangs:
+            self._thread.join()
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         if self._closed:
             raise EngineClosed("the executor was closed; make a new one")
         if self._hangs:
             raise self._hanging()
-        loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._pool, work)
-        future.add_done_callback(mark_seen)  # nobody reads one that was cancelled, or hung
-        deadline = loop.time() + self._max_call_s
+        call = _Call(work)
+        limit = asyncio.get_running_loop().call_later(self._max_call_s, self._hang, call)
+        self._calls.put(call)
         try:
-            await asyncio.wait([future], timeout=self._max_call_s)
+            return await call.outcome
         except asyncio.CancelledError:
-            await asyncio.wait([future], timeout=deadline - loop.time())
-            self._hangs = not future.done()
+            await call.wait_over()
             raise
-        self._hangs = not future.done()
-        if self._hangs:
-            raise self._hanging()
-        return future.result()
+        finally:
+            limit.cancel()
+
+    def _hang(self, call: "_Call[Any]") -> None:
+        if not call.is_over:
+            self._hangs = True
+            call.fail(self._hanging())
 
     def _hanging(self) -> EngineHangs:
         return EngineHangs(f"a call of the engine has not returned after {self._max_call_s:g} s")
+
+
+class _Call(Generic[Result]):
+    """One call. It belongs to the event loop that makes it, except for `run`.
+
+    Attributes:
+        outcome: What it returned or raised; cancelled if its maker is.
+        is_over: It has ended, or hangs.
+    """
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work = work
+        self._loop = asyncio.get_running_loop()
+        self.outcome = self._make_outcome()
+        self.is_over = False
+
+    def run(self) -> None:
+        """Do the work, in the engine's thread, and tell the loop."""
+        try:
+            result = self._work()
+        except BaseException as error:
+            self._tell(partial(self.fail, error))
+        else:
+            self._tell(partial(self._succeed, result))
+
+    def fail(self, error: BaseException) -> None:
+        """Note that it raised, or hangs; the first outcome counts."""
+        if self._ends():
+            self.outcome.set_exception(error)
+
+    async def wait_over(self) -> None:
+        """Return when it is over; for a maker that was cancelled."""
+        if not self.is_over:
+            self.outcome = self._make_outcome()
+            await asyncio.wait([self.outcome])
+
+    def _succeed(self, result: Result) -> None:
+        if self._ends():
+            self.outcome.set_result(result)
+
+    def _ends(self) -> bool:
+        """Note the end; return whether somebody waits for the outcome."""
+        is_first = not self.is_over
+        self.is_over = True
+        return is_first and not self.outcome.done()  # it is if its maker was cancelled just now
+
+    def _tell(self, end: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(end)
+
+    def _make_outcome(self) -> "asyncio.Future[Result]":
+        outcome: asyncio.Future[Result] = self._loop.create_future()
+        outcome.add_done_callback(mark_seen)  # nobody reads one that was cancelled, or hung
+        return outcome
+
+
+def _run_calls(calls: "SimpleQueue[_Call[Any] | None]") -> None:
+    for call in iter(calls.get, None):
+        call.run()
+        del call  # and its result, while no other comes

@@ -70,7 +70,7 @@ def test_the_loop_runs_on_while_a_step_is_waited_for() -> None:
 
     assert drawn is not None
     assert [drawn[0].token_id] == fake_tokens([5, 6], PARAMS, model=MODEL)
-    assert engine.thread_names == {"engine_0"}
+    assert engine.thread_names == {"engine"}
 
 
 def test_an_exception_propagates_and_the_next_step_works() -> None:
@@ -145,7 +145,8 @@ def test_an_exception_that_nobody_waits_for_is_not_reported(is_cancelled: bool) 
         engine.gate.set()
         with pytest.raises(asyncio.CancelledError if is_cancelled else EngineHangs):
             await call
-        await asyncio.to_thread(executor._pool.shutdown)
+        await asyncio.to_thread(executor.close)
+        await asyncio.to_thread(executor._thread.join)
         await asyncio.sleep(0)
 
     asyncio.run(run())
