@@ -174,8 +174,10 @@ class Engine:
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
         ids = np.asarray(token_ids)
-        assert ids.min(initial=0) >= 0, "token id below 0"
-        assert ids.max(initial=0) < self._config.vocab_size, "token id outside the vocabulary"
+        # Of an array, min and max go through Python.
+        assert np.minimum.reduce(ids, initial=0) >= 0, "token id below 0"
+        most = np.maximum.reduce(ids, initial=0)
+        assert most < self._config.vocab_size, "token id outside the vocabulary"
 
     def _check_pages(self, page_ids: Sequence[int]) -> None:
         assert min(page_ids) >= 0, "page id below 0"

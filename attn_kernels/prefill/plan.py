@@ -116,6 +116,8 @@ def _indices(name: str, values: Integers, qo_lens: NDArray[np.int64]) -> NDArray
 
 
 def _check_apart(first_rows: NDArray[np.int64], qo_lens: NDArray[np.int64]) -> None:
+    if len(first_rows) < 2:
+        return
     order = np.argsort(first_rows)
     begins, ends = first_rows[order], (first_rows + qo_lens)[order]
     overlaps = np.flatnonzero(begins[1:] < ends[:-1])
@@ -200,9 +202,17 @@ def plan_units(
         token_bytes: Bytes of a token's key and value of one head.
         max_programs: Programs that run at one time.
     """
-    items = plan_items(batch, group=group, block_m=block_m).astype(np.int64)
+    items = plan_items(batch, group=group, block_m=block_m)
     num_items = len(items)
-    _, _, qo_lens, kv_lens, tiles = items.T
+    heads = np.tile(np.arange(num_kv_heads), num_items)
+    item_of_unit = np.repeat(np.arange(num_items), num_kv_heads)
+    if len(heads) <= max_programs:
+        # One for each. A short prompt waits for its plan, and dealing takes most of that time.
+        return UnitTable(
+            unit_indptr=np.arange(len(heads) + 1, dtype=np.int32),
+            units=_units(items, item_of_unit, heads),
+        )
+    _, _, qo_lens, kv_lens, tiles = items.T.astype(np.int64)
     first_positions = kv_lens - qo_lens + tiles * block_m // group
     last_tokens = np.minimum((tiles * block_m + block_m - 1) // group, qo_lens - 1)
     ends = (kv_lens - qo_lens + last_tokens) // block_n + 1
@@ -213,16 +223,13 @@ def plan_units(
 
     head_bytes = int(batch.kv_lens.sum()) * token_bytes
     heads_of_section = min(max(L2_BYTES // max(head_bytes, 1), 1), num_kv_heads)
-    heads = np.tile(np.arange(num_kv_heads), num_items)
-    item_of_unit = np.repeat(np.arange(num_items), num_kv_heads)
-    num_programs = min(max_programs, len(heads))
-    share = costs.sum() * num_kv_heads / max(num_programs, 1)
+    share = costs.sum() * num_kv_heads / max_programs
     is_long = costs[item_of_unit] > LONG_PART * share
     section = np.where(is_long, -1, heads // heads_of_section)
     order = np.argsort(section, kind="stable")  # items are sorted already
     heads, item_of_unit = heads[order], item_of_unit[order]
 
-    loads = [(0.0, program) for program in range(num_programs)]
+    loads = [(0.0, program) for program in range(max_programs)]
     owners = []
     for cost in costs[item_of_unit].tolist():
         load, program = loads[0]
@@ -230,9 +237,17 @@ def plan_units(
         owners.append(program)
     owner = np.asarray(owners, dtype=np.int64)
     by_program = np.argsort(owner, kind="stable")
-    units = np.concatenate([items[item_of_unit], heads[:, None]], axis=1)[by_program]
-    counts = np.bincount(owner, minlength=num_programs)
+    counts = np.bincount(owner, minlength=max_programs)
     return UnitTable(
         unit_indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-        units=units.astype(np.int32),
+        units=_units(items, item_of_unit[by_program], heads[by_program]),
     )
+
+
+def _units(
+    items: NDArray[np.int32], item_of_unit: NDArray[np.int64], heads: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    units = np.empty((len(heads), UNIT_FIELDS), dtype=np.int32)
+    units[:, :ITEM_FIELDS] = items[item_of_unit]
+    units[:, ITEM_FIELDS] = heads
+    return units

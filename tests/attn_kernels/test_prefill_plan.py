@@ -69,6 +69,17 @@ def test_each_tile_of_each_head_is_one_unit(window: int | None):
     assert (np.diff(table.unit_indptr) >= 1).all()
 
 
+def test_each_unit_of_a_short_prompt_has_a_program():
+    batch = batch_of((500, 600), (0, 3), (1, 1024))
+
+    table = units_of(batch, max_programs=17 * NUM_KV_HEADS)
+
+    items = plan_items(batch, group=GROUP, block_m=BLOCK)
+    expected = [[*item, head] for item in items.tolist() for head in range(NUM_KV_HEADS)]
+    assert table.units.tolist() == expected
+    assert table.unit_indptr.tolist() == list(range(17 * NUM_KV_HEADS + 1))
+
+
 @pytest.mark.parametrize(
     "lens",
     [[(8192, 8192)], [(2048, 2048)] * 4, [(2048, 34_816)], [(512, 4096)] * 8, [(16_384, 16_384)]],
