@@ -19,9 +19,14 @@ class RequestFailure:
 
 
 class Outbox:
-    """Collects deltas until the session's writer takes them all; merges those of a choice."""
+    """Collects deltas until the session's writer takes them all; merges those of a choice.
+
+    Attributes:
+        is_overrun: Too many tokens waited: all is dropped, `take` raises, nothing is added.
+    """
 
     def __init__(self, *, max_tokens: int) -> None:
+        self.is_overrun = False
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._deltas: dict[tuple[Request, int], TokenDelta] = {}  # (request, choice) |-> delta
@@ -29,11 +34,6 @@ class Outbox:
         self._changed = asyncio.Event()
         self._is_closed = False
         self._error: WorkerError | None = None
-
-    @property
-    def is_overrun(self) -> bool:
-        """True once too many tokens waited: all is dropped, `take` raises, nothing is added."""
-        return isinstance(self._error, SlowRouter)
 
     def push(self, delta: TokenDelta) -> None:
         """Add the next tokens of a choice; may leave the outbox overrun."""
@@ -73,6 +73,7 @@ class Outbox:
         self._num_tokens += 1
         if self._num_tokens > self._max_tokens:
             self._deltas, self._failures = {}, []
+            self.is_overrun = True
             self.close(SlowRouter(f"more than {self._max_tokens} tokens wait to be read"))
         self._changed.set()
 

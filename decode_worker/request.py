@@ -58,6 +58,7 @@ class Request:
     prompt: Sequence[int]  # an array, which costs little however long it is
     params: SamplingParams
     emitted: Mapping[int, Sequence[int]]  # choice index |-> tokens delivered before this attempt
+    first_stream: int = 0  # the router's number of choice 0; the others' numbers follow
     salt: bytes = b""
     cache_share: float = 1.0  # part of each worker's pages that its salt may keep
     candidates: tuple[WorkerIdentity, ...] = ()  # prefill workers, best first

@@ -69,6 +69,7 @@ def request_from_proto(message: worker_pb2.SubmitRequest) -> Request:
         prompt=token_array(message.prompt_token_ids),
         params=sampling_from_proto(message.sampling),
         emitted=emitted,
+        first_stream=message.first_stream,
         salt=message.cache_salt,
         cache_share=message.cache_share or 1.0,
         candidates=tuple(worker_from_proto(each) for each in message.prefill_candidates),
@@ -83,8 +84,27 @@ def session_response(
 ) -> worker_pb2.SessionResponse:
     """Write what one step produced for one router."""
     response = worker_pb2.SessionResponse(failures=failures)
+    streams: list[int] = []
+    token_ids: list[int] = []
+    indices: list[int] = []
     for delta in deltas:
-        _write_delta(response.deltas.add(), delta)
+        request, tokens = delta.request, delta.tokens
+        if (
+            len(tokens) == 1
+            and delta.finish_reason is None
+            and not delta.has_stats
+            and request.params.logprobs is None
+        ):
+            streams.append(request.first_stream + delta.choice)
+            token_ids.append(tokens[0].token_id)
+            indices.append(delta.first_index)
+        else:
+            _write_delta(response.deltas.add(), delta)
+    if streams:
+        columns = response.tokens
+        columns.streams.extend(streams)
+        columns.token_ids.extend(token_ids)
+        columns.indices.extend(indices)
     return response
 
 

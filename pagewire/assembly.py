@@ -27,11 +27,13 @@ class CompletionBuilder:
         choice = self._choices[delta.choice]
         choice.text.append(delta.text)
         choice.token_ids += delta.token_ids
-        choice.logprobs += delta.logprobs
-        choice.finish_reason = delta.finish_reason or choice.finish_reason
-        choice.stopped_by = delta.stopped_by or choice.stopped_by
         self._request_id = delta.request_id
-        self._usage = delta.usage or self._usage
+        if delta.logprobs:
+            choice.logprobs += delta.logprobs
+        if delta.finish_reason:
+            choice.finish_reason, choice.stopped_by = delta.finish_reason, delta.stopped_by
+        if delta.usage:
+            self._usage = delta.usage
 
     @property
     def completion(self) -> Completion:

@@ -25,6 +25,7 @@ from pagewire.routers import BEGIN_S, ChannelFactory, Connector, Routers, no_bet
 from pagewire.tls import Tls, check_tls
 from pagewire.types import ClusterStatus, Completion, Delta, Model, SamplingOptions, Tokens
 from pagewire.wire import (
+    AnswerPart,
     Messages,
     Prompt,
     Tools,
@@ -307,7 +308,9 @@ class AsyncStream:
 
     async def __anext__(self) -> Delta:
         try:
-            message = await self._inbox.take()
+            while (waiting := self._inbox.wait()) is not None:
+                await waiting
+            message = self._inbox.take()
             if message is None:
                 raise StopAsyncIteration
             delta = delta_from(message)
@@ -343,41 +346,51 @@ class _Inbox:
 
     def __init__(self) -> None:
         self.is_closed = False  # no more messages will arrive
-        self._messages: deque[inference_pb2.GenerateResponse] = deque()
+        self._messages: deque[AnswerPart] = deque()
         self._error: PagewireError | None = None  # after the messages
-        self._has_news = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the reader, while it waits
 
-    def received(self, message: inference_pb2.GenerateResponse) -> None:
+    def received(self, message: AnswerPart) -> None:
         """Append a message."""
         self._messages.append(message)
-        self._has_news.set()
+        if self._waiter is not None:
+            self._wake()
 
     def ended(self, error: PagewireError | None) -> None:
         """Note the end, which follows the messages."""
         self.is_closed = True
         self._error = error
-        self._has_news.set()
+        self._wake()
 
     def close(self) -> None:
         """Drop unread messages and end."""
         self._messages.clear()
         self.ended(None)
 
-    async def take(self) -> inference_pb2.GenerateResponse | None:
-        """Wait for a message and return it; None: there are no more.
+    def wait(self) -> "asyncio.Future[None] | None":
+        """Return what to wait for before another look; None: `take` knows what comes next."""
+        if self._messages or self.is_closed:
+            return None
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+    def take(self) -> AnswerPart | None:
+        """Return the next message; None: there are no more. `wait` comes before.
 
         Raises:
             PagewireError: The call has failed; once, after all messages received before.
         """
-        while not self._messages and not self.is_closed:
-            self._has_news.clear()
-            await self._has_news.wait()
         if self._messages:
             return self._messages.popleft()
         error, self._error = self._error, None
         if error:
             raise error
         return None
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():  # its task may have been cancelled
+            waiter.set_result(None)
 
 
 async def _collect(stream: AsyncStream) -> Completion:

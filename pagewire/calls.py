@@ -20,7 +20,14 @@ from pagewire.protos import inference_pb2
 from pagewire.protos.call_tasks import is_own_cancellation
 from pagewire.protos.gathering import READS_MORE_KEY, gather
 from pagewire.protos.grpc_options import MAX_STREAM_AGE_S
-from pagewire.wire import FailureWithin, failure_from, failure_from_status, stream_ended
+from pagewire.wire import (
+    AnswerPart,
+    FailureWithin,
+    NextToken,
+    failure_from,
+    failure_from_status,
+    stream_ended,
+)
 
 ENVELOPE_BYTES = 64  # most bytes of a GenerateManyRequest around the request it starts
 MAX_MS = 2**32 - 1
@@ -33,7 +40,7 @@ Metadata = tuple[tuple[str, str], ...]  # of a call
 class Receiver(Protocol):
     """Gets the output of a call; neither method may raise."""
 
-    def received(self, message: inference_pb2.GenerateResponse) -> None:
+    def received(self, message: AnswerPart) -> None:
         """Take the next message."""
 
     def ended(self, failure: FailureWithin | None) -> None:
@@ -52,6 +59,9 @@ class RunningCall:
         self.is_over = False
         self._receiver = receiver
         self._cancel = cancel
+        # As in all its messages; empty before the first.
+        self._request_id = ""
+        self._begins_in_reasoning = False
 
     def cancel(self) -> None:
         """End it silently; harmless after the end."""
@@ -62,7 +72,17 @@ class RunningCall:
     def take(self, message: inference_pb2.GenerateResponse) -> None:
         """Pass on a message."""
         if not self.is_over:
+            if not self._request_id:
+                self._request_id = message.request_id
+                self._begins_in_reasoning = message.begins_in_reasoning
             self._receiver.received(message)
+
+    def take_token(self, token_id: int, index: int, text: str) -> None:
+        """Pass on a message with one token, which has come without the rest."""
+        if not self.is_over:
+            self._receiver.received(
+                NextToken(self._request_id, self._begins_in_reasoning, token_id, index, text)
+            )
 
     def end(self, failure: FailureWithin | None) -> None:
         """Pass on the end; only the first one counts."""
@@ -178,6 +198,12 @@ class CallStream:
             self._reads_more = any(key == READS_MORE_KEY for key, _ in headers or ())
             self._has_headers.set()
             while (message := await self._call.read()) is not grpc.aio.EOF:
+                columns = message.tokens
+                for call_id, token_id, index, text in zip(
+                    columns.call_ids, columns.token_ids, columns.indices, columns.texts, strict=True
+                ):
+                    if call := self._calls.get(call_id):  # else it was cancelled meanwhile
+                        call.take_token(token_id, index, text)
                 for result in message.results:
                     self._take(result)
         except grpc.aio.AioRpcError as error:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pagewire.errors import PagewireError
-from pagewire.protos import inference_pb2
 from pagewire.resumption import Reader
+from pagewire.wire import AnswerPart
 
 
 class Cancellable(Protocol):
@@ -59,7 +59,7 @@ class HedgedCall:
         for side in sides:
             side.cancel()
 
-    def received(self, side: "_Side", message: inference_pb2.GenerateResponse) -> None:
+    def received(self, side: "_Side", message: AnswerPart) -> None:
         """Pass on a message, of the side that sent the first one."""
         if self._chosen is None:
             self._chosen = side
@@ -99,7 +99,7 @@ class _Side:
         if self.call is not None:
             self.call.cancel()
 
-    def received(self, message: inference_pb2.GenerateResponse) -> None:
+    def received(self, message: AnswerPart) -> None:
         if not self._is_over:
             self._hedged.received(self, message)
 

@@ -7,6 +7,7 @@ back, continues from what was received. The client's limit bounds the search for
 """
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,9 +25,9 @@ from pagewire.errors import (
     UnavailableError,
 )
 from pagewire.protos import inference_pb2
-from pagewire.protos.token_ids import TOKEN_BYTES
+from pagewire.protos.token_ids import pack_token_ids, token_array
 from pagewire.routers import BEGIN_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, Routers
-from pagewire.wire import CallFailure, FailureWithin, timed_out
+from pagewire.wire import AnswerPart, CallFailure, FailureWithin, NextToken, timed_out
 
 MAX_LOSSES = 16  # of routers, during one call
 
@@ -37,7 +38,7 @@ OnRouterLost = Callable[[str, float], None]
 class _Received:
     """The part of one choice received so far."""
 
-    token_ids: bytearray = field(default_factory=bytearray)  # packed
+    token_ids: "array[int]" = field(default_factory=lambda: token_array(b""))
     text_chars: int = 0
     is_finished: bool = False
 
@@ -45,7 +46,7 @@ class _Received:
 class Reader(Protocol):
     """Gets the messages of a call from any router; neither method may raise."""
 
-    def received(self, message: inference_pb2.GenerateResponse) -> None:
+    def received(self, message: AnswerPart) -> None:
         """Take the next message."""
 
     def ended(self, error: PagewireError | None) -> None:
@@ -113,7 +114,7 @@ class ResumableCall:
             if self._explaining and self._explaining is not asyncio.current_task():
                 self._explaining.cancel()
 
-    def received(self, message: inference_pb2.GenerateResponse) -> None:
+    def received(self, message: AnswerPart) -> None:
         """Pass on a message of the running call."""
         try:
             self._note(message)
@@ -137,6 +138,7 @@ class ResumableCall:
         self._address = self._routers.address
         self._began_at = self._loop.time()
         self._has_begun = False  # this call has received something
+        self._is_resumed = False  # ... and continues another
         self._call: RunningCall = self._routers.start(
             self._request,
             self,
@@ -152,29 +154,37 @@ class ResumableCall:
     def _time_out(self) -> None:
         self._end(timed_out(self._address, self._timeout_s))
 
-    def _note(self, message: inference_pb2.GenerateResponse) -> None:
-        is_resumed = self._request.HasField("resume")
+    def _note(self, message: AnswerPart) -> None:
         if not self._has_begun:
             self._has_begun = True
+            self._is_resumed = self._request.HasField("resume")
             self._lost, self._pause_s = None, FIRST_PAUSE_S
-            self._num_resumed += is_resumed
-        self._token = message.resume_token or self._token
+            self._num_resumed += self._is_resumed
         choice = self._received.get(message.choice)
         if choice is None:
             choice = self._received[message.choice] = _Received()
-        if message.token_ids:
-            num_tokens = len(choice.token_ids) // TOKEN_BYTES
-            if is_resumed and message.first_index != num_tokens:
-                raise ValueError(
-                    f"token {message.first_index} of choice {message.choice} arrived instead "
-                    f"of {num_tokens}, from a router that does not resume calls"
-                )
-            choice.token_ids += message.token_ids
         choice.text_chars += len(message.text)
+        if isinstance(message, NextToken):
+            if self._is_resumed:
+                self._check_index(message, choice)
+            choice.token_ids.append(message.token_id)
+            return
+        self._token = message.resume_token or self._token
+        if token_ids := message.token_ids:
+            if self._is_resumed:
+                self._check_index(message, choice)
+            choice.token_ids.extend(token_array(token_ids))
         choice.is_finished = choice.is_finished or bool(message.finish_reason)
         if self._num_resumed > 1 and message.HasField("usage"):
             # Each router counts only the resumption that led to it.
             message.usage.stats.resumptions += self._num_resumed - 1
+
+    def _check_index(self, message: AnswerPart, choice: _Received) -> None:
+        if message.first_index != len(choice.token_ids):
+            raise ValueError(
+                f"token {message.first_index} of choice {message.choice} arrived instead "
+                f"of {len(choice.token_ids)}, from a router that does not resume calls"
+            )
 
     async def _explain(self, failure: CallFailure) -> None:
         """Find out why no router could be reached, before the call continues or ends."""
@@ -249,7 +259,7 @@ class ResumableCall:
         for number, each in self._received.items():
             resume.choices.add(
                 choice=number,
-                token_ids=bytes(each.token_ids),
+                token_ids=pack_token_ids(each.token_ids),
                 text_chars=each.text_chars,
                 finished=each.is_finished,
             )

@@ -14,6 +14,7 @@ from pagewire.calls import ENVELOPE_BYTES, CallStream, Metadata, Receiver, Runni
 from pagewire.errors import ClosedError, ConnectionFailedError, PagewireError, TlsError
 from pagewire.protos import inference_pb2, inference_pb2_grpc
 from pagewire.protos.call_tasks import is_own_cancellation
+from pagewire.protos.gathering import READS_TOKENS_KEY
 from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES, MESSAGE_OPTIONS
 from pagewire.protos.tls_channel import TlsChannel
 from pagewire.tls import Tls, why_no_connection
@@ -95,7 +96,9 @@ class _Connection:
         stream = self.streams.get(metadata)
         if stream is None or not stream.is_open:
             self.drop_unused()
-            open_call = partial(self.stub.GenerateMany, metadata=metadata)
+            open_call = partial(
+                self.stub.GenerateMany, metadata=(*metadata, (READS_TOKENS_KEY, "1"))
+            )
             stream = self.streams[metadata] = CallStream(open_call, address)
         self.streams.move_to_end(metadata)
         return stream

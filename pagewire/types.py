@@ -71,7 +71,8 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+# Not frozen, because to make one would take three times as long; nobody changes it.
+@dataclass(kw_only=True, slots=True, unsafe_hash=True)
 class Delta:
     """The part of one choice that one message of a stream carries."""
 

@@ -66,6 +66,37 @@ Tools = Sequence[Mapping[str, Any]]
 Request = TypeVar("Request", inference_pb2.GenerateRequest, inference_pb2.TokenizeRequest)
 
 
+class NextToken:
+    """A GenerateResponse that has one token and its text; a CallTokens message holds many."""
+
+    __slots__ = ("begins_in_reasoning", "first_index", "request_id", "text", "token_id")
+
+    choice = 0
+    finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
+    logprobs: Sequence[common_pb2.TokenLogprobs] = ()
+    resume_token = b""
+    stopped_by = ""
+
+    def __init__(
+        self, request_id: str, begins_in_reasoning: bool, token_id: int, index: int, text: str
+    ) -> None:
+        self.request_id = request_id
+        self.begins_in_reasoning = begins_in_reasoning
+        self.token_id = token_id
+        self.first_index = index
+        self.text = text
+
+    @property
+    def token_ids(self) -> bytes:
+        return pack_token_ids([self.token_id])
+
+    def HasField(self, name: str) -> bool:  # noqa: N802 - as in generated code
+        return False
+
+
+AnswerPart = inference_pb2.GenerateResponse | NextToken
+
+
 def generate_request(
     prompt: Prompt, model: str, options: SamplingOptions
 ) -> inference_pb2.GenerateRequest:
@@ -139,8 +170,20 @@ def detokenize_request(
     )
 
 
-def delta_from(response: inference_pb2.GenerateResponse) -> Delta:
+def delta_from(response: AnswerPart) -> Delta:
     """Decode one message of a Generate stream."""
+    if isinstance(response, NextToken):
+        return Delta(
+            request_id=response.request_id,
+            choice=0,
+            text=response.text,
+            token_ids=(response.token_id,),
+            first_index=response.first_index,
+            logprobs=(),
+            finish_reason=None,
+            stopped_by=None,
+            usage=None,
+        )
     token_ids = tuple(unpack_token_ids(response.token_ids))
     return Delta(
         request_id=response.request_id,

@@ -158,6 +158,24 @@ class Call:
         except Exception as error:
             self.fail(error)
 
+    def take_token(self, now: float) -> tuple[int, int, str] | None:
+        """Do what `take` does if one token of a lone choice has come: its index, it, its text.
+
+        None: nothing was taken.
+        """
+        stream = self._stream
+        if stream is None or stream.is_over or not self._has_begun:
+            return None
+        try:
+            token = stream.take_token(now)
+            if token is not None:
+                assert self._account
+                self._account.use_generated(stream.generation.num_tokens, now)
+        except Exception as error:
+            self.fail(error)
+            return None
+        return token
+
     def take(self, add: AddMessage) -> None:
         """Add messages with what has come since the last time."""
         stream = self._stream
@@ -230,7 +248,7 @@ class Call:
         generation, account = self._generation, self._account
         assert generation
         assert account
-        account.use_generated(generation.num_tokens)
+        account.use_generated(generation.num_tokens, asyncio.get_running_loop().time())
         model, metrics = self._reception.model_name(), self._reception.metrics
         if not self._has_begun:
             self._has_begun = True
@@ -263,7 +281,8 @@ class Call:
         generation = self._generation
         if self._account:
             if generation:  # with what its client did not take
-                self._account.use_generated(generation.num_tokens)
+                now = asyncio.get_running_loop().time()
+                self._account.use_generated(generation.num_tokens, now)
             # What no worker has worked for is given back.
             self._account.close(
                 may_have_run=generation is not None and generation.may_have_run,

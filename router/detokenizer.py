@@ -5,12 +5,15 @@ Tokens that arrive together make one piece, unless it would end with half a char
 The text of all pieces equals `decode` of all ids. Decoding depends on neighbours (a leading space
 is dropped, bytes join to characters), so each piece is decoded together with the previous piece's
 tokens, whose text is then cut off. Text that ends in U+FFFD may be half a character and waits for
-more tokens. One difference remains, for tokenizers with byte-fallback tokens: if a malformed byte
-follows complete characters of the same run, `decode` replaces the whole run; the stream keeps the
+more tokens. Where the decoder knows a token's text whatever its neighbours are, and nothing waits,
+nothing is decoded.
+
+One difference remains, for tokenizers with byte-fallback tokens: if a malformed byte follows
+complete characters of the same run, `decode` replaces the whole run; the stream keeps the
 characters that it has sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 _INCOMPLETE = "\ufffd"
@@ -20,6 +23,9 @@ _MAX_CHARACTER_TOKENS = 3  # an incomplete character has at most three bytes, ea
 
 class Decoder(Protocol):
     """The interface that the detokenizer needs of a tokenizer."""
+
+    @property
+    def own_texts(self) -> Mapping[int, str | None]: ...
 
     def has_text(self, token_id: int) -> bool: ...
 
@@ -31,12 +37,18 @@ class Detokenizer:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
+        self._own_texts = decoder.own_texts
         self._window: list[int] = []  # tokens of the last piece, then those that wait
         self._num_sent = 0  # tokens of the window whose text was returned
         self._sent_text = ""  # text of the window that was returned
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that became complete with these tokens."""
+        if len(token_ids) == 1 and self._num_sent == len(self._window):
+            text = self._own_texts[token_ids[0]]
+            if text is not None:
+                self._window, self._num_sent, self._sent_text = [*token_ids], 1, text
+                return text
         new_ids = [token_id for token_id in token_ids if self._decoder.has_text(token_id)]
         if not new_ids:
             return ""

@@ -14,6 +14,9 @@ A call that began at another router starts with the part that its client has; se
 Output that a client has not taken merges into one per choice, so that a request's memory is bounded
 by its tokens. Its text is decoded when it is taken, from all tokens at once; if a stop string may
 end the choice, it is decoded token by token as they arrive.
+
+Nearly all news of a choice is one more token. It has a shorter path, in and out (`add_token`,
+`take_token`), with the same result.
 """
 
 from collections.abc import Sequence
@@ -131,10 +134,24 @@ class Choice:
         self._stop_strings = StopStrings(request.sampling.stop) if request.sampling.stop else None
         self._min_tokens = request.sampling.min_tokens
         self._max_tokens = request.sampling.max_tokens
-        self._output: Output | None = None
-        self._textless: list[int] = []  # tokens of the output that are not decoded yet
+        # What the client has not taken, besides the tokens from `_num_taken` on.
+        self._num_taken = 0
+        self._textless: list[int] = []  # tokens that are not decoded yet
+        self._text = ""
+        self._logprobs: list[Any] = []
+        self._told_finish: Finish | None = None
+        self._stopped_by = ""
         self.num_resumed = 0  # tokens that the client had before this router began
         self.num_chars_had = 0  # of the text to be decoded, characters that the client has
+
+    def add_token(self, token_id: int, index: int) -> bool:
+        """Take over the next token, after which the choice goes on; False: `accept` has to."""
+        token_ids = self.token_ids
+        if index != len(token_ids) or self.is_finished or self._stop_strings is not None:
+            return False
+        token_ids.append(token_id)
+        self._textless.append(token_id)
+        return True
 
     def accept(self, delta: Delta) -> int:
         """Take over a delta; return how many of its tokens are new.
@@ -188,48 +205,62 @@ class Choice:
                 )
             )
             self._make_text()
-            output, self._output = self._output, None
-            if output and (output.text or output.finish):
-                output.token_ids, output.first_index = [], len(self.token_ids)
-                self._output = output
-        self.num_resumed = len(self.token_ids)
+        self.num_resumed = self._num_taken = len(self.token_ids)
 
     def take(self) -> Output | None:
         """Return what the client has not got yet, if anything."""
         self._make_text()
-        output, self._output = self._output, None
+        first_index = self._num_taken
+        new_ids = self.token_ids[first_index:]
+        if not new_ids and not self._text and self._told_finish is None:
+            return None
+        output = Output(
+            choice=self.index,
+            first_index=first_index,
+            token_ids=new_ids,
+            text=self._text,
+            logprobs=self._logprobs,
+            finish=self._told_finish,
+            stopped_by=self._stopped_by,
+        )
+        self._num_taken = len(self.token_ids)
+        self._text, self._logprobs = "", []
+        self._told_finish, self._stopped_by = None, ""
         return output
 
-    def _pending(self) -> Output:
-        if self._output is None:
-            self._output = Output(self.index, first_index=len(self.token_ids))
-        return self._output
+    def take_token(self) -> tuple[int, int, str] | None:
+        """Return what the client has not got, if that is one token: its index, it, its text."""
+        index = self._num_taken
+        if len(self.token_ids) != index + 1 or self._told_finish is not None or self._logprobs:
+            return None
+        self._make_text()
+        self._num_taken = index + 1
+        text, self._text = self._text, ""
+        return index, self.token_ids[index], text
 
     def _add(self, token_ids: list[int], logprobs: Sequence[Any], text_ids: Sequence[int]) -> None:
-        if not token_ids:
-            return
-        output = self._pending()
-        output.token_ids += token_ids
-        output.logprobs += logprobs
         self.token_ids += token_ids
+        self._logprobs += logprobs
         self._textless += text_ids
 
     def _make_text(self) -> None:
-        token_ids, self._textless = self._textless, []
-        if self._detokenizer and token_ids:
-            self._add_text(self._detokenizer.push(token_ids))
+        if token_ids := self._textless:
+            self._textless = []
+            if self._detokenizer is not None:
+                text = self._detokenizer.push(token_ids)
+                if self._stop_strings is None and not self.num_chars_had:
+                    self._text += text
+                else:
+                    self._add_text(text)
 
     def _add_text(self, text: str) -> None:
-        output = self._pending()
         if self._stop_strings is None or len(self.token_ids) <= self._min_tokens:
-            output.text += self._new(text)
+            self._text += self._new(text)
             return
         result = self._stop_strings.push(text)
-        output.text += self._new(result.text)
+        self._text += self._new(result.text)
         if result.stopped_by:
-            self.is_finished = True
-            output.finish = Finish.STOP
-            output.stopped_by = result.stopped_by
+            self._end(Finish.STOP, result.stopped_by)
 
     def _finish(self, finish: Finish | None, *, stopped_by: str) -> None:
         self._make_text()
@@ -237,12 +268,13 @@ class Choice:
             self._add_text(self._detokenizer.finish())
             if self.is_finished:  # the last half character made up a stop string
                 return
-        output = self._pending()
         if self._stop_strings is not None:
-            output.text += self._new(self._stop_strings.finish())
-        output.finish = finish
-        output.stopped_by = stopped_by
+            self._text += self._new(self._stop_strings.finish())
+        self._end(finish, stopped_by)
+
+    def _end(self, finish: Finish | None, stopped_by: str) -> None:
         self.is_finished = True
+        self._told_finish, self._stopped_by = finish, stopped_by
 
     def _new(self, text: str) -> str:
         """Return the part of the next text that the client does not have."""
@@ -350,12 +382,7 @@ class Generation:
         choice = self.choices[delta.choice]
         was_finished = choice.is_finished
         if num_new := choice.accept(delta):
-            self.num_tokens += num_new
-            if self.first_token_at is None:
-                self.first_token_at = now
-            if self.token_gaps and choice.last_token_at is not None:
-                self.token_gaps.add(now - choice.last_token_at, num_new)
-            self.last_token_at = choice.last_token_at = now
+            self._count(choice, num_new, now)
         if choice.is_finished and not was_finished:
             self.num_unfinished -= 1
             self._stopped.add(delta.choice)
@@ -363,6 +390,13 @@ class Generation:
             self._running.discard(delta.choice)
             self._stopped.discard(delta.choice)
         self.finished_at = now
+        return True
+
+    def add_token(self, choice: Choice, token_id: int, index: int, now: float) -> bool:
+        """Take over the next token of a choice that goes on; False: `accept` has to."""
+        if not choice.add_token(token_id, index):
+            return False
+        self._count(choice, 1, now)
         return True
 
     def take_stopped(self) -> list[int]:
@@ -399,6 +433,14 @@ class Generation:
     def take_outputs(self) -> list[Output]:
         """Return the output that the client does not have yet, at most one per choice."""
         return [output for choice in self.choices if (output := choice.take())]
+
+    def _count(self, choice: Choice, num_new: int, now: float) -> None:
+        self.num_tokens += num_new
+        if self.first_token_at is None:
+            self.first_token_at = now
+        if self.token_gaps and choice.last_token_at is not None:
+            self.token_gaps.add(now - choice.last_token_at, num_new)
+        self.last_token_at = choice.last_token_at = now
 
 
 def _detokenizer(request: GenerationRequest, tokenizer: Tokenizer | None) -> Detokenizer | None:

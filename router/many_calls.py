@@ -4,13 +4,16 @@ A call with news is noted, and the writer takes what each noted one has. While t
 blocked, the calls' generations merge what arrives. A call holds its place until the writer has
 taken its end.
 
+Nearly all news of a call is one more token. To a caller that reads columns, the tokens of all calls
+go in these, which cost a fraction of a message within the message for each.
+
 After many refusals in a row, the caller's next messages are read more slowly.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from google.rpc import status_pb2
@@ -18,7 +21,7 @@ from google.rpc import status_pb2
 from router import wire
 from router.call import Call
 from router.errors import InvalidRequest, Overloaded
-from router.pacing import SHARED_CALL_US, Pace
+from router.pacing import ROW_US, SHARED_CALL_US, Pace
 from router.statuses import status_of
 
 MOST_RESULTS = 128  # that a message begins to add to
@@ -26,7 +29,6 @@ _MOST_NEWS = 1024  # that wait for the writer before no more calls begin
 _LONGEST_INTERVAL_S = 10.0  # as protos/inference.proto says; some memory is held as long
 _MOST_REFUSED = 16  # one after the other, before the caller has to wait
 _LONGEST_PAUSE_S = 1.0  # cancellations wait as long
-_PACE = Pace(message_us=SHARED_CALL_US)
 
 
 class ManyCalls:
@@ -36,6 +38,7 @@ class ManyCalls:
         make_call: Makes a call, given what is to be told of its news.
         cancelled: The status of a call that its caller cancels.
         is_one_caller: Whether all calls are of one tenant, which may be made to wait.
+        reads_tokens: Whether the caller reads GenerateManyResponse.tokens.
     """
 
     def __init__(
@@ -44,15 +47,17 @@ class ManyCalls:
         *,
         cancelled: status_pb2.Status,
         is_one_caller: bool,
+        reads_tokens: bool,
     ) -> None:
         self._make_call = make_call
         self._is_one_caller = is_one_caller
+        self._reads_tokens = reads_tokens
+        self._pace = Pace(message_us=ROW_US if reads_tokens else SHARED_CALL_US)
         self._num_refused = 0  # of the latest calls, one after the other, as they began
         self._pause_s = 0.0  # what the last refusal asked for
         self._cancelled_status = cancelled.SerializeToString()
-        self._calls: dict[int, Call] = {}  # call id |-> call that is not over
-        self._noted: set[Call] = set()  # those of `_news`
-        self._news: deque[tuple[int, Call | None]] = deque()  # None: it was cancelled
+        self._calls: dict[int, _Begun] = {}  # call id |-> call that is not over
+        self._news: deque[_Begun] = deque()  # each once
         self._has_news = asyncio.Event()  # there are some, or the calls are over
         self._is_taken = asyncio.Event()
         self._is_closed = False  # the caller starts no more
@@ -67,11 +72,11 @@ class ManyCalls:
         call_id = message.call_id
         if call_id in self._calls:
             raise InvalidRequest("call_id", f"{call_id}, which still runs", "one that does not")
-        call = self._calls[call_id] = self._make_call(partial(self._note, call_id))
-        pace = _PACE
+        begun = self._calls[call_id] = _Begun(call_id, self._news, self._has_news)
+        call = begun.call = self._make_call(begun.note)
+        pace = self._pace
         if message.interval_ms:
-            least_s = min(message.interval_ms / 1000, _LONGEST_INTERVAL_S)
-            pace = Pace(message_us=SHARED_CALL_US, least_s=least_s)
+            pace = replace(pace, least_s=min(message.interval_ms / 1000, _LONGEST_INTERVAL_S))
         call.begin(message.start, message.timeout_ms / 1000 or None, pace)
         if isinstance(call.error, Overloaded):
             self._num_refused += 1
@@ -81,11 +86,11 @@ class ManyCalls:
 
     def cancel(self, call_id: int) -> None:
         """Cancel a call, if it still runs."""
-        call = self._calls.pop(call_id, None)
-        if call:
-            call.cancel()
-            self._news.append((call_id, None))
-            self._has_news.set()
+        begun = self._calls.pop(call_id, None)
+        if begun:
+            begun.is_cancelled = True
+            begun.call.cancel()
+            begun.note()
 
     def close(self, error: Exception | None = None) -> None:
         """Note that no more calls start; an error ends the stream at once."""
@@ -101,7 +106,8 @@ class ManyCalls:
         """
         response = wire.many_response()
         results = response.results
-        while not results:
+        tokens = _Columns()
+        while not results and not tokens.call_ids:
             while not self._news and not self._error:
                 if self._is_closed and not self._calls:
                     return None
@@ -110,14 +116,21 @@ class ManyCalls:
             if self._error:
                 raise self._error
             # A caller that reads late gets much at once, but no message may be too long.
-            while self._news and len(results) < MOST_RESULTS:
-                call_id, call = self._news.popleft()
-                if call is None:
-                    results.add(call_id=call_id, error_status=self._cancelled_status)
-                else:
-                    self._noted.discard(call)
-                    self._take(call_id, call, results)
+            now = asyncio.get_running_loop().time()
+            while self._news and len(results) + len(tokens.call_ids) < MOST_RESULTS:
+                begun = self._news.popleft()
+                begun.is_noted = False
+                if begun.is_cancelled:
+                    results.add(call_id=begun.call_id, error_status=self._cancelled_status)
+                elif self._calls.get(begun.call_id) is begun:
+                    token = begun.call.take_token(now) if self._reads_tokens else None
+                    if token is not None:
+                        tokens.add(begun.call_id, *token)
+                    else:
+                        self._take(begun, results)
             self._is_taken.set()
+        if tokens.call_ids:
+            tokens.write(response.tokens)
         return response
 
     async def wait_taken(self) -> None:
@@ -134,24 +147,11 @@ class ManyCalls:
     def stop(self) -> None:
         """Cancel running calls."""
         calls, self._calls = self._calls, {}
-        for call in calls.values():
-            call.cancel()
+        for begun in calls.values():
+            begun.call.cancel()
 
-    def _note(self, call_id: int) -> None:
-        call = self._calls.get(call_id)
-        if call is not None and call not in self._noted:
-            self._noted.add(call)
-            self._news.append((call_id, call))
-            self._has_news.set()
-
-    def _take(
-        self,
-        call_id: int,
-        call: Call,
-        results: Any,
-    ) -> None:
-        if self._calls.get(call_id) is not call:
-            return  # it was cancelled
+    def _take(self, begun: "_Begun", results: Any) -> None:
+        call_id, call = begun.call_id, begun.call
         call.take(lambda: results.add(call_id=call_id).response)
         if call.is_over:
             del self._calls[call_id]
@@ -159,3 +159,50 @@ class ManyCalls:
             if call.error:
                 status = status_of(call.error).SerializeToString()
                 results.add(call_id=call_id, error_status=status)
+
+
+class _Begun:
+    """A call that was begun."""
+
+    __slots__ = ("_has_news", "_news", "call", "call_id", "is_cancelled", "is_noted")
+
+    call: Call
+
+    def __init__(self, call_id: int, news: "deque[_Begun]", has_news: asyncio.Event) -> None:
+        self.call_id = call_id
+        self.is_cancelled = False
+        self.is_noted = False  # among the news
+        self._news = news
+        self._has_news = has_news
+
+    def note(self) -> None:
+        """Note that it has news."""
+        if not self.is_noted:
+            self.is_noted = True
+            if not self._news:
+                self._has_news.set()
+            self._news.append(self)
+
+
+class _Columns:
+    """The content of a CallTokens message."""
+
+    def __init__(self) -> None:
+        self.call_ids: list[int] = []
+        self._indices: list[int] = []
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+
+    def add(self, call_id: int, index: int, token_id: int, text: str) -> None:
+        """Add a token of a call that has none here."""
+        self.call_ids.append(call_id)
+        self._indices.append(index)
+        self._token_ids.append(token_id)
+        self._texts.append(text)
+
+    def write(self, message: Any) -> None:
+        """Write all into an empty message."""
+        message.call_ids.extend(self.call_ids)
+        message.indices.extend(self._indices)
+        message.token_ids.extend(self._token_ids)
+        message.texts.extend(self._texts)

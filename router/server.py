@@ -13,7 +13,7 @@ from grpc_status import rpc_status
 
 from credentials.door import Encryption
 from pagewire.protos import inference_pb2, inference_pb2_grpc
-from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY
+from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY, READS_TOKENS_KEY
 from router import wire
 from router.call import Call, Reception, read_tokenize_prompt
 from router.delivery import Delivery
@@ -61,7 +61,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
         if not request.traceparent:
-            request.traceparent = _traceparent(context)
+            request.traceparent = _metadata(context, "traceparent")
         has_news = asyncio.Event()
         call = self._reception.call(has_news.set)
         async with _answering(context):
@@ -89,6 +89,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._reception.call,
             cancelled=cancelled,
             is_one_caller=not self._tenants.is_open,
+            reads_tokens=bool(_metadata(context, READS_TOKENS_KEY)),
         )
         reader = asyncio.create_task(_read_calls(requests, calls), name="many-calls")
         try:
@@ -222,10 +223,10 @@ def add_to_server(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
     add(servicer, server)  # type: ignore[no-untyped-call]
 
 
-def _traceparent(context: grpc.aio.ServicerContext) -> str:
-    """Return the trace context in the call's metadata."""
+def _metadata(context: grpc.aio.ServicerContext, key: str) -> str:
+    """Return a value of the call's metadata; empty: there is none."""
     metadata = context.invocation_metadata() or ()
-    return next((value for key, value in metadata if key == "traceparent"), "")
+    return next((value for each, value in metadata if each == key), "")
 
 
 async def _messages(

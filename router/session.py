@@ -23,7 +23,7 @@ from router.errors import (
     RequestFailed,
     RouterError,
 )
-from router.generation import Delta, Failure, Generation, Output
+from router.generation import Choice, Delta, Failure, Generation, Output
 from router.pacing import Pace, Pacer
 from router.placement import Placement
 from router.worker_registry import Worker
@@ -56,6 +56,9 @@ class Stream:
         self, generation: Generation, pacer: Pacer, pace: Pace, on_ready: Callable[[], None]
     ) -> None:
         self.generation = generation
+        choices = generation.choices
+        self._lone = choices[0] if len(choices) == 1 else None
+        self.first_number = 0  # of its choices in the session of the attempt
         self.has_logprobs = generation.request.sampling.logprobs is not None
         self.placement: Placement | None = None
         self.began_at = asyncio.get_running_loop().time()
@@ -67,6 +70,7 @@ class Stream:
         self._pace = pace
         self._on_ready = on_ready
         self._is_paced = False  # counted there
+        self._is_flowing = False  # a token of the attempt has come
         self._due_at = 0.0  # loop time; what comes before it gathers
         self._is_gathering = False  # the pacer will end it
         self._on_attempt_over: AttemptOver | None = None  # None: no attempt runs
@@ -84,15 +88,37 @@ class Stream:
             self._due_at = now + self._pacer.interval_s(self._pace)
         return outputs
 
+    def take_token(self, now: float) -> tuple[int, int, str] | None:
+        """Do what `take` does if one token of a lone choice has come: its index, it, its text.
+
+        None: nothing was taken.
+        """
+        token = self._lone.take_token() if self._lone else None
+        if token is not None:
+            self._is_gathering = False
+            self._due_at = now + self._pacer.interval_s(self._pace)
+        return token
+
     def begin_attempt(self, on_over: AttemptOver) -> None:
         """Take deltas from now on; `on_over` gets the reason why they end, None: all came."""
         self._on_attempt_over = on_over
+        self._is_flowing = False
 
     def end_attempt(self, error: AttemptFailed | RequestFailed | None) -> None:
         """End the attempt, if one runs."""
         on_over, self._on_attempt_over = self._on_attempt_over, None
         if on_over is not None:
             on_over(error)
+
+    def on_token(self, choice: Choice, token_id: int, index: int, now: float) -> bool:
+        """Take over a token of the running attempt; False: it needs the care of `on_delta`."""
+        if not self._is_flowing or not self.generation.add_token(choice, token_id, index, now):
+            return False
+        if now >= self._due_at:
+            self._on_ready()
+        elif not self._is_gathering:
+            self._gather()
+        return True
 
     def on_delta(self, delta: Delta, now: float) -> None:
         """Take over a delta, unless it is stale; a gap before it ends the attempt."""
@@ -107,18 +133,22 @@ class Stream:
             return
         if not is_fresh:
             return
+        self._is_flowing = True
         if self.placement:
             self.placement.prefilled(now)
         if not self._is_paced:
             self._is_paced = True
-            self._pacer.sending_us += self._sending_us
+            self._pacer.change(self._sending_us)
         if generation.is_finished:
             self.end_attempt(None)  # which ends the stream
         elif now >= self._due_at or generation.num_unfinished < num_unfinished:
             self._on_ready()
         elif not self._is_gathering:
-            self._is_gathering = True
-            self._pacer.call_at(self._due_at, self._on_ready)
+            self._gather()
+
+    def _gather(self) -> None:
+        self._is_gathering = True
+        self._pacer.call_at(self._due_at, self._on_ready)
 
     def on_failure(self, failure: Failure) -> None:
         """End the attempt because the worker reports its end, unless that is stale."""
@@ -138,7 +168,7 @@ class Stream:
         if not self.is_over:
             self.is_over = True
             if self._is_paced:
-                self._pacer.sending_us -= self._sending_us
+                self._pacer.change(-self._sending_us)
             # A deadline may pass between the last token and this; the client has its result.
             self.error = None if self.generation.is_finished else error
             self._on_ready()
@@ -150,13 +180,21 @@ class Session:
     def __init__(self, worker: Worker, router_id: str, contract_version: int) -> None:
         self.worker = worker
         self.streams: dict[str, Stream] = {}  # request_id |-> stream
+        # Number of a choice, as told to the worker |-> whose it is
+        self._numbered: dict[int, tuple[Stream, Choice]] = {}
+        self._next_number = 0
         # Holds at most two messages per request, and one per choice.
         self._outbox: Waiting[Any] = Waiting()
         self._hello = wire.hello(router_id, worker.member.incarnation, contract_version)
         self.task: asyncio.Task[None] | None = None
 
     def add(self, stream: Stream, message: Any) -> None:
+        """Send the message that submits a stream's attempt."""
         self.streams[stream.generation.request.request_id] = stream
+        message.submit.first_stream = stream.first_number = self._next_number
+        for choice in stream.generation.choices:
+            self._numbered[self._next_number] = stream, choice
+            self._next_number += 1
         self._post(message)
 
     def remove(self, stream: Stream) -> None:
@@ -164,12 +202,15 @@ class Session:
         request_id = stream.generation.request.request_id
         if self.streams.get(request_id) is stream:
             del self.streams[request_id]
+            for choice in stream.generation.choices:
+                del self._numbered[stream.first_number + choice.index]
             if stream.generation.is_running_at_worker:
                 self._post(wire.cancel(request_id))
 
     def fail(self, reason: str) -> None:
         """End the attempts of all streams; each request continues elsewhere."""
         streams, self.streams = self.streams, {}
+        self._numbered = {}
         for stream in streams.values():
             stream.end_attempt(AttemptFailed(reason))
 
@@ -212,21 +253,46 @@ class Session:
 
     def _receive(self, message: Any) -> None:
         now = asyncio.get_running_loop().time()
-        for each in message.deltas:
-            if stream := self.streams.get(each.request_id):  # else the request is over
+        columns = message.tokens
+        for number, token_id, index in zip(
+            columns.streams, columns.token_ids, columns.indices, strict=True
+        ):
+            if numbered := self._numbered.get(number):  # else the attempt is over
+                stream, choice = numbered
                 try:
-                    self._feed(stream, each, now)
+                    if not stream.on_token(choice, token_id, index, now):
+                        self._feed(stream, _delta(stream, choice, token_id, index), now)
                 except Exception:
-                    # A bug in one request must not affect those that share the session.
-                    logger.exception("request_crashed", extra=fields(request_id=each.request_id))
-                    stream.end(RequestCrashed())
-                    stream.end_attempt(RequestCrashed())
+                    _crash(stream)
+        for each in message.deltas:
+            if found := self.streams.get(each.request_id):  # else the request is over
+                try:
+                    self._feed(found, wire.delta(each, has_logprobs=found.has_logprobs), now)
+                except Exception:
+                    _crash(found)
         for each in message.failures:
-            if stream := self.streams.get(each.request_id):
-                stream.on_failure(wire.failure(each))
+            if found := self.streams.get(each.request_id):
+                found.on_failure(wire.failure(each))
 
-    def _feed(self, stream: Stream, message: Any, now: float) -> None:
-        stream.on_delta(wire.delta(message, has_logprobs=stream.has_logprobs), now)
+    def _feed(self, stream: Stream, delta: Delta, now: float) -> None:
+        stream.on_delta(delta, now)
         # The worker then frees choices that have ended here but not there.
         if choices := stream.generation.take_stopped():
-            self._post(wire.cancel(message.request_id, choices))
+            self._post(wire.cancel(stream.generation.request.request_id, choices))
+
+
+def _delta(stream: Stream, choice: Choice, token_id: int, index: int) -> Delta:
+    return Delta(
+        attempt=stream.generation.attempt,
+        choice=choice.index,
+        first_index=index,
+        token_ids=[token_id],
+    )
+
+
+def _crash(stream: Stream) -> None:
+    """End a stream after a bug, which must not affect those that share the session."""
+    request_id = stream.generation.request.request_id
+    logger.exception("request_crashed", extra=fields(request_id=request_id))
+    stream.end(RequestCrashed())
+    stream.end_attempt(RequestCrashed())

@@ -1,6 +1,6 @@
 """Text to token ids and back, equal to transformers' AutoTokenizer with the same files."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
@@ -21,6 +21,7 @@ class Tokenizer:
 
     Attributes:
         special_tokens: Name, such as bos_token |-> text.
+        own_texts: The texts that tokens have whatever their neighbours are.
 
     Raises:
         WrongToken: If a file describes a token wrongly.
@@ -40,6 +41,9 @@ class Tokenizer:
             for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
+        # With this decoder a text is the sum of the tokens' bytes.
+        is_contextless = type(self._tokenizer.decoder).__name__ == "ByteLevel"
+        self.own_texts = OwnTexts(self._own_text if is_contextless else lambda _: None)
 
     @property
     def is_bpe(self) -> bool:
@@ -95,11 +99,30 @@ class Tokenizer:
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
+    def _own_text(self, token_id: int) -> str | None:
+        text = self.decode([token_id]) if self.has_text(token_id) else ""
+        return None if "\ufffd" in text else text or None
+
+
+class OwnTexts(dict[int, str | None]):
+    """Token id |-> the text that it has wherever complete characters precede it, once looked up.
+
+    None: its text may depend on its neighbours, or it has none.
+    """
+
+    def __init__(self, find: Callable[[int], str | None]) -> None:
+        self._find = find
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = self[token_id] = self._find(token_id)
+        return text
+
 
 class WithSpecialTokens:
     """A tokenizer's decoder whose text includes special tokens; see router.detokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self.own_texts = tokenizer.own_texts  # of a special one: None
         self._tokenizer = tokenizer
 
     def has_text(self, token_id: int) -> bool:

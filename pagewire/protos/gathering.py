@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES
 
 READS_MORE_KEY = "pagewire-reads-more"  # header of a router that reads GenerateManyRequest.more
+READS_TOKENS_KEY = "pagewire-reads-tokens"  # metadata of a caller that reads CallTokens
 MAX_MORE = 255  # messages within another one
 ENVELOPE_BYTES = 16  # most bytes around each of them
 

@@ -145,10 +145,24 @@ class GenerateManyRequest(_message.Message):
     def __init__(self, call_id: _Optional[int] = ..., start: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., interval_ms: _Optional[int] = ..., more: _Optional[_Iterable[_Union[GenerateManyRequest, _Mapping]]] = ...) -> None: ...
 
 class GenerateManyResponse(_message.Message):
-    __slots__ = ("results",)
+    __slots__ = ("results", "tokens")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     results: _containers.RepeatedCompositeFieldContainer[CallResult]
-    def __init__(self, results: _Optional[_Iterable[_Union[CallResult, _Mapping]]] = ...) -> None: ...
+    tokens: CallTokens
+    def __init__(self, results: _Optional[_Iterable[_Union[CallResult, _Mapping]]] = ..., tokens: _Optional[_Union[CallTokens, _Mapping]] = ...) -> None: ...
+
+class CallTokens(_message.Message):
+    __slots__ = ("call_ids", "token_ids", "indices", "texts")
+    CALL_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    call_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, call_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., indices: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CallResult(_message.Message):
     __slots__ = ("call_id", "response", "error_status")

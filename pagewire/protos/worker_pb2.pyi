@@ -97,7 +97,7 @@ class SessionHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., contract_version: _Optional[int] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "choices", "prefill_candidates", "cache_salt", "timeout_ms", "failed_passes", "traceparent", "cache_share")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "choices", "prefill_candidates", "cache_salt", "timeout_ms", "failed_passes", "traceparent", "cache_share", "first_stream")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,7 @@ class SubmitRequest(_message.Message):
     FAILED_PASSES_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SHARE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STREAM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: bytes
@@ -120,7 +121,8 @@ class SubmitRequest(_message.Message):
     failed_passes: int
     traceparent: str
     cache_share: float
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceState, _Mapping]]] = ..., prefill_candidates: _Optional[_Iterable[_Union[_common_pb2.WorkerRef, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., failed_passes: _Optional[int] = ..., traceparent: _Optional[str] = ..., cache_share: _Optional[float] = ...) -> None: ...
+    first_stream: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceState, _Mapping]]] = ..., prefill_candidates: _Optional[_Iterable[_Union[_common_pb2.WorkerRef, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., failed_passes: _Optional[int] = ..., traceparent: _Optional[str] = ..., cache_share: _Optional[float] = ..., first_stream: _Optional[int] = ...) -> None: ...
 
 class ChoiceState(_message.Message):
     __slots__ = ("choice", "emitted_token_ids")
@@ -139,12 +141,24 @@ class CancelRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., choices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("deltas", "failures")
+    __slots__ = ("deltas", "failures", "tokens")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
     failures: _containers.RepeatedCompositeFieldContainer[RequestFailure]
-    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ...) -> None: ...
+    tokens: SessionTokens
+    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[RequestFailure, _Mapping]]] = ..., tokens: _Optional[_Union[SessionTokens, _Mapping]] = ...) -> None: ...
+
+class SessionTokens(_message.Message):
+    __slots__ = ("streams", "token_ids", "indices")
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    streams: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, streams: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., indices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("request_id", "attempt", "choice", "token_ids", "first_index", "logprobs", "finish_reason", "stats")

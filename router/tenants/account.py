@@ -28,13 +28,13 @@ class Account:
         """Do not count the tokens that an earlier call generated: this prompt contains them."""
         self._num_generated = num_tokens
 
-    def use_generated(self, num_tokens: int) -> None:
-        """Count the tokens that are new among `num_tokens` in all."""
+    def use_generated(self, num_tokens: int, now: float) -> None:
+        """Count the tokens that are new among `num_tokens` in all; `now` is the loop's time."""
         if num_new := num_tokens - self._num_generated:
             self._num_generated = num_tokens
             if self._request or self._prompt:
                 self._decide(keeps_request=True, keeps_prompt=True)
-            self.tenant.use_generated(num_new, _now())
+            self.tenant.use_generated(num_new, now)
 
     def close(self, *, may_have_run: bool, is_refused: bool) -> None:
         """Decide the charges; the first token has decided them already.

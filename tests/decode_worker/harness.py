@@ -271,6 +271,7 @@ class ScriptedRouter:
     def __init__(self, call: Any, cluster: WorkerCluster, *, reads: bool = True) -> None:
         self.call = call
         self.streams: dict[str, Stream] = {}
+        self.numbered: dict[int, tuple[Stream, int]] = {}  # number |-> whose choice it is
         self.num_messages = 0
         self._cluster = cluster
         self._names = itertools.count()
@@ -303,6 +304,9 @@ class ScriptedRouter:
             tokens={choice: list(output) for choice, output in tokens.items()},
         )
         self.streams[stream.request_id] = stream
+        first_stream = len(self.numbered)
+        for choice in range(max(tokens, default=0) + 1):
+            self.numbered[first_stream + choice] = stream, choice
         if candidates is None:
             candidates = self._cluster.candidates()
         submit = worker_pb2.SubmitRequest(
@@ -318,6 +322,7 @@ class ScriptedRouter:
             timeout_ms=timeout_ms,
             failed_passes=failed_passes,
             cache_share=cache_share,
+            first_stream=first_stream,
         )
         await self.call.write(worker_pb2.SessionRequest(submit=submit))
         return stream
@@ -348,6 +353,23 @@ class ScriptedRouter:
     async def _read(self) -> None:
         async for message in self.call:
             self.num_messages += 1
+            columns = message.tokens
+            assert len(columns.streams) == len({*columns.streams}), "each at most once"
+            for number, token_id, index in zip(
+                columns.streams, columns.token_ids, columns.indices, strict=True
+            ):
+                stream, choice = self.numbered[number]
+                if self.streams.get(stream.request_id) is stream:
+                    token_ids = pack_token_ids([token_id])
+                    stream.take(
+                        worker_pb2.TokenDelta(
+                            request_id=stream.request_id,
+                            attempt=stream.attempt,
+                            choice=choice,
+                            token_ids=token_ids,
+                            first_index=index,
+                        )
+                    )
             for delta in message.deltas:
                 if delta.request_id in self.streams:
                     self.streams[delta.request_id].take(delta)

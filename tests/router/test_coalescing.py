@@ -251,10 +251,10 @@ def test_calls_that_share_a_stream_cost_less_and_so_gather_for_less_long() -> No
     pacer = Pacer(0.02)
     own, shared = Pace(message_us=OWN_CALL_US), Pace(message_us=SHARED_CALL_US, least_s=0.005)
 
-    pacer.sending_us = 100 * SHARED_CALL_US
+    pacer.change(100 * SHARED_CALL_US)
     assert pacer.interval_s(own) == pytest.approx(0.002)
     assert pacer.interval_s(shared) == 0.005
-    pacer.sending_us += 100 * OWN_CALL_US
+    pacer.change(100 * OWN_CALL_US)
     assert pacer.interval_s(own) == pacer.interval_s(shared) == pytest.approx(0.01)
-    pacer.sending_us *= 3
+    pacer.change(2 * pacer.sending_us)
     assert pacer.interval_s(own) == 0.02
