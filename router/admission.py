@@ -37,6 +37,8 @@ from router.worker_registry import WorkerRegistry
 
 T = TypeVar("T")
 
+IssueToken = Callable[[], bytes]  # makes a call's resume token; empty: it cannot be resumed
+
 
 @dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
 class Asking:
@@ -171,7 +173,7 @@ class Admission:
             tenant=tenant,
         )
 
-    def admit_at_once(self, asking: Asking) -> tuple[Generation, bytes] | None:
+    def admit_at_once(self, asking: Asking) -> tuple[Generation, IssueToken] | None:
         """Do what `admit` does, if nothing has to be waited for; None: nothing was done.
 
         Raises:
@@ -193,9 +195,7 @@ class Admission:
         asking.account.use_prompt(len(checked.packed) // TOKEN_BYTES)
         sampling = self._complete_sampling(asking, model, checked, None)
         generation = self._generation(asking, model, text, checked, sampling, None)
-        return generation, self._resume_tokens.issue(
-            generation.request, asking.asked, model.fingerprint
-        )
+        return generation, self._issue_later(generation, asking, model)
 
     def deadline_of(self, asking: Asking) -> float:
         """Return the loop's time by which a call must have ended, admitted or not."""
@@ -204,8 +204,8 @@ class Admission:
             timeout_s = min(timeout_s, asking.time_remaining_s)
         return asking.arrived_at + timeout_s
 
-    async def admit(self, asking: Asking) -> tuple[Generation, bytes]:
-        """Check a request and prepare it for dispatch; return it with its resume token.
+    async def admit(self, asking: Asking) -> tuple[Generation, IssueToken]:
+        """Check a request and prepare it for dispatch; return it with what makes its resume token.
 
         Raises:
             InvalidRequest: A field is wrong.
@@ -233,7 +233,15 @@ class Admission:
             check_resumption(resumption, sampling, model)
             await self._resume(generation, resumption, tenant)
             asking.account.skip(generation.num_tokens)
-        return generation, self._resume_tokens.issue(request, asking.asked, model.fingerprint)
+        return generation, self._issue_later(generation, asking, model)
+
+    def _issue_later(
+        self, generation: Generation, asking: Asking, model: ServedModel
+    ) -> IssueToken:
+        # The first message needs it; until then it would only delay the requests of a burst.
+        return partial(
+            self._resume_tokens.issue, generation.request, asking.asked, model.fingerprint
+        )
 
     def _check_and_hash(
         self, model: ServedModel, tenant: TenantRules, packed: bytes

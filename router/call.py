@@ -7,8 +7,8 @@ Life of a call:
 4. CLOSED      what it held is free, its usage is counted, and its line is logged
 
 A call is no task. Where something has to be waited for, a task admits it, and the dispatcher has
-one for its stream; most calls need neither. All calls of a message can therefore begin in one turn
-of the event loop, and their requests leave for the worker in one message.
+one for its stream; most calls need neither. Many calls can therefore begin in one turn of the event
+loop, and their requests leave for the worker in one message.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from observability.logs import fields
 from observability.rare_line import RareLine
 from observability.tracing import NO_SPAN, NoSpan, begin_trace
 from router import wire
-from router.admission import Admission, Asking
+from router.admission import Admission, Asking, IssueToken
 from router.dispatch import Dispatcher
 from router.errors import (
     DeadlineExceeded,
@@ -127,7 +127,7 @@ class Call:
         self._account: Account | None = None
         self._admitting: asyncio.Task[None] | None = None
         self._generation: Generation | None = None
-        self._resume_token = b""  # until it is sent
+        self._issue_token: IssueToken | None = None  # until it is sent
         self._stream: Stream | None = None
         self._has_begun = False  # its first token has come
         self._is_closed = False
@@ -235,8 +235,8 @@ class Call:
             resumption=resumption,
         )
 
-    def _dispatch(self, generation: Generation, resume_token: bytes, pace: Pace) -> None:
-        self._generation, self._resume_token = generation, resume_token
+    def _dispatch(self, generation: Generation, issue_token: IssueToken, pace: Pace) -> None:
+        self._generation, self._issue_token = generation, issue_token
         generation.token_gaps = self._reception.metrics.token_gaps
         generation.span = self._span
         self._span.event("admitted")
@@ -259,8 +259,8 @@ class Call:
         for output in outputs:
             message = add()
             wire.write_output(message, generation.request, output)
-            if self._resume_token:
-                message.resume_token, self._resume_token = self._resume_token, b""
+            if self._issue_token:
+                message.resume_token, self._issue_token = self._issue_token(), None
             if output.finish:
                 metrics.choice_finished(model, output.finish.value)
         if generation.is_finished:  # and this is the last of it

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 _SHOWN_PREFIXES = 10  # in a cluster's status
 _PACE = Pace(message_us=OWN_CALL_US)
+# Calls that a message begins before others have a turn. The first requests of a burst then leave
+# for their workers before its last ones are read, and no stream waits for all of them.
+_MOST_AT_ONCE = 32
 
 # Describes the connections of clients to the router, and of the router to the cluster.
 DescribeTls = Callable[[], tuple[Encryption, Encryption]]
@@ -262,11 +265,13 @@ async def _read_calls(
         async for message in requests:
             if len(message.more) > MAX_MORE:
                 raise InvalidRequest("more", f"{len(message.more)} of them", f"at most {MAX_MORE}")
-            for each in (message, *message.more):
+            for number, each in enumerate((message, *message.more), 1):
                 if each.HasField("start"):
                     calls.start(each)
                 else:
                     calls.cancel(each.call_id)
+                if number % _MOST_AT_ONCE == 0:
+                    await asyncio.sleep(0)
             await calls.wait_taken()
             await calls.wait_for_retry()
     except Exception as found:  # whatever ends the reading ends the stream

@@ -7,12 +7,20 @@ import pytest
 from decode_worker.errors import InvalidRequest, SlowRouter
 from decode_worker.outbox import Outbox, RequestFailure
 from decode_worker.request import Request, TokenDelta
+from decode_worker.wire import session_response
 from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SampledToken, SamplingParams
 
 
-def make_request() -> Request:
-    return Request(request_id="r", attempt=0, prompt=(1,), params=SamplingParams(), emitted={0: ()})
+def make_request(logprobs: int | None = None) -> Request:
+    return Request(
+        request_id="r",
+        attempt=0,
+        prompt=(1,),
+        params=SamplingParams(logprobs=logprobs),
+        emitted={0: (), 1: ()},
+        first_stream=2**40,
+    )
 
 
 def delta(
@@ -110,3 +118,24 @@ def test_a_closed_outbox_ends_after_what_waits() -> None:
         assert await outbox.take() is None
 
     asyncio.run(main())
+
+
+def test_only_tokens_with_nothing_else_to_tell_are_in_columns() -> None:
+    request, telling = make_request(), make_request(logprobs=0)
+    merged = delta(request, 3)
+    merged.tokens += (SampledToken(token_id=7),)
+    plain = [delta(request, 5), delta(request, 6, choice=1)]
+    others = [
+        merged,
+        delta(request, 4, finish=FinishReason.LENGTH),
+        delta(request, 0, has_stats=True),
+        delta(telling, 0),
+    ]
+
+    message = session_response([plain[0], *others, plain[1]], [])
+
+    assert [*message.tokens.streams] == [2**40, 2**40 + 1]
+    assert [*message.tokens.token_ids] == [105, 106]
+    assert [*message.tokens.indices] == [5, 6]
+    assert [each.first_index for each in message.deltas] == [3, 4, 0, 0]
+    assert not session_response(others, []).HasField("tokens")

@@ -15,8 +15,8 @@ from grpc_status import rpc_status
 from credentials.config import TlsSettings
 from credentials.door import Door, front_door
 from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc
-from pagewire.protos.gathering import READS_MORE_KEY
-from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.protos.gathering import READS_MORE_KEY, READS_TOKENS_KEY
+from pagewire.protos.token_ids import TOKEN_BYTES, pack_token_ids, unpack_token_ids
 from pagewire.wire import STATUS_DETAILS_KEY
 
 Script = Callable[[Any, Any], AsyncIterator[Any]]  # (request, context) -> responses
@@ -29,6 +29,8 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
     GenerateMany asked for, `num_streams` counts its streams, `message_sizes` keeps how many starts
     and cancels came in each message: one, unless it `reads_more`, which it tells `headers_s` after
     a stream has begun. `cancelled`: a client was lost.
+    Tokens with nothing else to tell, `num_in_columns` of them, go in columns if the client reads
+    these.
     `num_statuses` counts the calls of GetClusterStatus that it answers: not while it `is_away`.
     Its health is that of a router that `has_worker`.
     `model` is what it serves, `cluster` what it knows of workers, `callers` who asked for the
@@ -43,6 +45,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
         self.message_sizes: list[int] = []
         self.reads_more = True
         self.headers_s = 0.0
+        self.num_in_columns = 0
         self.callers: list[bytes] = []
         self.num_statuses = 0
         self.is_away = False
@@ -74,9 +77,23 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
         reader = asyncio.create_task(self._read(requests, context, calls, results))
         await asyncio.sleep(self.headers_s)
         await context.send_initial_metadata(((READS_MORE_KEY, "1"),) * self.reads_more)
+        metadata = context.invocation_metadata() or ()
+        reads_tokens = any(key == READS_TOKENS_KEY for key, _ in metadata)
+        begun = set()
         try:
             while True:
-                yield inference_pb2.GenerateManyResponse(results=[await results.get()])
+                result = await results.get()
+                message = inference_pb2.GenerateManyResponse()
+                if reads_tokens and result.call_id in begun and _is_one_token(result.response):
+                    self.num_in_columns += 1
+                    message.tokens.call_ids.append(result.call_id)
+                    message.tokens.token_ids.extend(unpack_token_ids(result.response.token_ids))
+                    message.tokens.indices.append(result.response.first_index)
+                    message.tokens.texts.append(result.response.text)
+                else:
+                    message.results.append(result)
+                begun.add(result.call_id)
+                yield message
         finally:
             for each in (reader, *calls.values()):
                 each.cancel()
@@ -259,3 +276,10 @@ def serving_in_thread(
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()
+
+
+def _is_one_token(message):
+    """Whether a message has one token, its text, and nothing else to tell."""
+    told = {field.name for field, _ in message.ListFields()}
+    may_tell = {"request_id", "text", "token_ids", "first_index", "begins_in_reasoning"}
+    return len(message.token_ids) == TOKEN_BYTES and told <= may_tell

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -12,11 +13,13 @@ from pagewire import (
     ClosedError,
     ConnectionFailedError,
     InvalidRequestError,
+    ServerError,
     TimeoutError,  # noqa: A004 - like asyncio's
 )
 from pagewire import calls as calls_module
 from pagewire.protos import common_pb2, inference_pb2_grpc
 from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES
+from pagewire.protos.token_ids import unpack_token_ids
 from tests.pagewire.scripted_service import ScriptedService, response, serving, usage
 from tests.support.memory_grpc import MemoryChannel, MemoryNetwork
 from tests.support.virtual_time import run_virtual, wait_until
@@ -78,6 +81,72 @@ def test_calls_that_start_at_once_share_a_stream_and_its_messages():
             await asyncio.gather(*(client.generate("x") for _ in range(300)))
             assert service.message_sizes == [256, 44] * 2
             assert service.num_streams == 1
+
+    run_virtual(scenario())
+
+
+def test_tokens_in_columns_are_the_deltas_that_messages_would_be():
+    async def tells(request, context):
+        yield response("a", [1], resume_token=b"t")
+        yield response("", [2], first_index=1)
+        yield response("b", [3], first_index=2)
+        yield response("c", [4, 5], first_index=3)
+        yield response("d", [6], first_index=5, finish_reason=LENGTH, usage=usage())
+
+    async def scenario():
+        async with client_of(tells) as (client, [service], _):
+            streams = [client.stream("p") for _ in range(3)]
+            for stream in streams:
+                deltas = [each async for each in stream]
+                assert [each.token_ids for each in deltas] == [(1,), (2,), (3,), (4, 5), (6,)]
+                assert [each.first_index for each in deltas] == [0, 1, 2, 3, 5]
+                assert [each.text for each in deltas] == ["a", "", "b", "c", "d"]
+                assert {each.request_id for each in deltas} == {"r1"}
+                assert deltas[2] == replace(deltas[0], text="b", token_ids=(3,), first_index=2)
+                assert stream.completion.choices[0].text == "abcd"
+            assert service.num_in_columns == 3 * 2
+
+    run_virtual(scenario())
+
+
+def test_a_router_that_goes_on_elsewhere_than_asked_is_found_out_in_columns_too():
+    async def repeats(request, context):
+        yield response("", [], resume_token=b"t")
+        yield response("x", [1])
+
+    async def scenario():
+        async with client_of(never_ends, repeats) as (client, [_, second], network):
+            stream = client.stream("p")
+            await begun(stream)
+            network.kill(ADDRESSES[0])
+            with pytest.raises(ServerError, match="token 0 of choice 0 arrived instead of 1"):
+                await rest_of(stream)
+            assert second.num_in_columns == 1
+
+    run_virtual(scenario())
+
+
+def test_what_arrived_in_columns_is_not_generated_again():
+    async def sends_three(request, context):
+        yield response("a", [1], resume_token=b"t")
+        yield response("b", [2], first_index=1)
+        yield response("c", [3], first_index=2)
+        await asyncio.sleep(3600)
+
+    async def ends(request, context):
+        [choice] = request.resume.choices
+        assert (unpack_token_ids(choice.token_ids), choice.text_chars) == ([1, 2, 3], 3)
+        yield response("d", [4], first_index=3, finish_reason=LENGTH, usage=usage())
+
+    async def scenario():
+        async with client_of(sends_three, ends) as (client, _, network):
+            stream = client.stream("p")
+            for _ in range(3):
+                await anext(stream)
+            network.kill(ADDRESSES[0])
+            completion = await rest_of(stream)
+            assert completion.choices[0].token_ids == (1, 2, 3, 4)
+            assert completion.text == "abcd"
 
     run_virtual(scenario())
 

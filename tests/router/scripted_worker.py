@@ -66,10 +66,23 @@ class Session:
         self.worker = worker
         self.outbox: asyncio.Queue[worker_pb2.SessionResponse | None] = asyncio.Queue()
         self.cancelled: set[str] = set()
+        self.first_streams: dict[tuple[str, int], int] = {}  # (request id, attempt) |-> its number
         self.tasks: list[asyncio.Task[None]] = []
 
     def send(self, *deltas: worker_pb2.TokenDelta) -> None:
-        self.outbox.put_nowait(worker_pb2.SessionResponse(deltas=deltas))
+        """Send tokens, those with nothing else to tell in columns."""
+        response = worker_pb2.SessionResponse()
+        for each in deltas:
+            token_ids = unpack_token_ids(each.token_ids)
+            number = self.first_streams.get((each.request_id, each.attempt))
+            has_more = each.finish_reason or each.logprobs or each.HasField("stats")
+            if len(token_ids) == 1 and number is not None and not has_more:
+                response.tokens.streams.append(number + each.choice)
+                response.tokens.token_ids.append(token_ids[0])
+                response.tokens.indices.append(each.first_index)
+            else:
+                response.deltas.append(each)
+        self.outbox.put_nowait(response)
 
     def fail(
         self,
@@ -128,6 +141,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
     heartbeat: dict[str, Any] = field(default_factory=dict)  # fields of the next ones
     is_silent: bool = False
     steps: int = 0
+    num_messages: int = 0  # of sessions, but for the first of each
     submits: list[worker_pb2.SubmitRequest] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)  # of whole requests
     choice_cancels: list[tuple[str, int]] = field(default_factory=list)
@@ -226,6 +240,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
         self, session: Session, requests: AsyncIterator[worker_pb2.SessionRequest]
     ) -> None:
         async for first in requests:
+            self.num_messages += 1
             for message in (first, *first.more):
                 if message.HasField("cancel") and message.cancel.choices:
                     self.choice_cancels += [
@@ -235,7 +250,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
                     self.cancels.append(message.cancel.request_id)
                     session.cancelled.add(message.cancel.request_id)
                 else:
-                    self.submits.append(message.submit)
+                    submit = message.submit
+                    self.submits.append(submit)
+                    key = submit.request_id, submit.attempt
+                    session.first_streams[key] = submit.first_stream
                     session.cancelled.discard(message.submit.request_id)
                     session.tasks.append(
                         asyncio.ensure_future(self.serve(session, message.submit))  # type: ignore[arg-type]

@@ -35,6 +35,27 @@ def test_any_byte_level_tokens_stream_to_the_text_of_a_full_decode(
     assert "".join(stream(BYTE_LEVEL, token_ids, size)) == BYTE_LEVEL.decode(token_ids)
 
 
+def test_a_token_that_has_its_own_text_is_decoded_once_for_all_streams() -> None:
+    tokenizer = Tokenizer(byte_level().to_str())
+    token_ids = tokenizer.encode("the quick brown fox", add_special_tokens=False)
+    assert "".join(stream(tokenizer, token_ids)) == "the quick brown fox"
+
+    tokenizer.decode = lambda *_, **__: pytest.fail("it was decoded before")  # type: ignore[method-assign]
+
+    assert "".join(stream(tokenizer, token_ids)) == "the quick brown fox"
+
+
+def test_only_whole_characters_of_a_byte_level_tokenizer_are_a_tokens_own_text() -> None:
+    [begin, *half] = BYTE_LEVEL.encode("€", add_special_tokens=True)
+    [word] = BYTE_LEVEL.encode("the", add_special_tokens=False)
+    unknown = NUM_BYTE_LEVEL + 5
+
+    assert BYTE_LEVEL.own_texts[word] == "the"
+    assert len(half) > 1
+    assert [BYTE_LEVEL.own_texts[each] for each in (begin, half[0], unknown)] == [None] * 3
+    assert BYTE_FALLBACK.own_texts[NUM_BYTE_FALLBACK - 1] is None, "it may lose its blank"
+
+
 @settings(max_examples=200, deadline=None)
 @given(TEXTS, st.sampled_from([BYTE_LEVEL, BYTE_FALLBACK]), SIZES)
 def test_encoded_text_streams_back_whole(text: str, tokenizer: Tokenizer, size: int) -> None:
@@ -88,6 +109,7 @@ def test_a_malformed_run_keeps_the_characters_that_were_sent() -> None:
 
 def test_endless_garbage_is_sent_in_time_and_in_bounded_work() -> None:
     class Counting:
+        own_texts = BYTE_LEVEL.own_texts
         num_decoded = 0
 
         def has_text(self, token_id: int) -> bool:

@@ -11,12 +11,13 @@ import pytest
 from google.rpc import status_pb2
 
 from pagewire.protos import common_pb2, inference_pb2, worker_pb2
-from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY
+from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY, READS_TOKENS_KEY
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from tests.router.scripted_worker import (
     RouterUnderTest,
     ScriptedWorker,
     Session,
+    delta,
     honest,
     running_router,
     tokens,
@@ -38,6 +39,7 @@ class Caller:
     responses: dict[int, list[inference_pb2.GenerateResponse]] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)  # call id |-> code, OK for a success
     num_messages: int = 0
+    num_in_columns: int = 0  # tokens
 
     async def start(
         self,
@@ -61,6 +63,20 @@ class Caller:
         if message is grpc.aio.EOF:
             return False
         self.num_messages += 1
+        columns = message.tokens
+        in_columns = {*columns.call_ids}
+        assert len(in_columns) == len(columns.call_ids), "each call at most once"
+        assert in_columns.isdisjoint(each.call_id for each in message.results)
+        for call_id, token_id, index, text in zip(
+            columns.call_ids, columns.token_ids, columns.indices, columns.texts, strict=True
+        ):
+            assert self.responses[call_id], "the first message of a call has more to tell"
+            assert call_id not in self.ends, "nothing follows the end of a call"
+            self.num_in_columns += 1
+            packed = pack_token_ids([token_id])
+            self.responses[call_id].append(
+                inference_pb2.GenerateResponse(first_index=index, token_ids=packed, text=text)
+            )
         for result in message.results:
             assert result.call_id not in self.ends, "nothing follows the end of a call"
             if result.error_status:
@@ -77,11 +93,11 @@ class Caller:
             assert await self.read(), "the stream ended before its calls"
 
     def token_ids(self, call_id: int) -> list[int]:
-        return [
-            token_id
-            for response in self.responses[call_id]
-            for token_id in unpack_token_ids(response.token_ids)
-        ]
+        token_ids: list[int] = []
+        for response in self.responses[call_id]:
+            assert response.first_index == len(token_ids), "a gap or a repetition"
+            token_ids += unpack_token_ids(response.token_ids)
+        return token_ids
 
 
 async def silent(session: Session, submit: worker_pb2.SubmitRequest) -> None:
@@ -94,8 +110,8 @@ def grpc_code(status: status_pb2.Status) -> str:
 
 
 @asynccontextmanager
-async def calling(tested: RouterUnderTest) -> AsyncIterator[Caller]:
-    call = tested.stub.GenerateMany()
+async def calling(tested: RouterUnderTest, *, reads_tokens: bool = True) -> AsyncIterator[Caller]:
+    call = tested.stub.GenerateMany(metadata=((READS_TOKENS_KEY, "1"),) * reads_tokens)
     try:
         yield Caller(call)
     finally:
@@ -115,6 +131,64 @@ def test_many_calls_share_messages_and_get_what_generate_gives() -> None:
                 assert caller.token_ids(call_id) == alone.token_ids() == tokens(0, 10)
                 assert caller.responses[call_id][-1].usage.completion_tokens == 10
             assert caller.num_messages < 40, "20 x 10 tokens travel together"
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    ("reads_tokens", "fields", "num_in_columns"),
+    [
+        (True, {}, 8),  # all but the first and the last
+        (False, {}, 0),
+        (True, {"n": 2}, 0),
+        (True, {"logprobs": 0}, 0),
+    ],
+)
+def test_tokens_with_nothing_else_to_tell_are_in_columns_if_the_caller_reads_these(
+    reads_tokens: bool, fields: dict[str, int], num_in_columns: int
+) -> None:
+    async def serve(session: Session, submit: worker_pb2.SubmitRequest) -> None:
+        logprobs = [common_pb2.TokenLogprobs(logprob=-1.0)] * submit.sampling.HasField("logprobs")
+        for index in range(10):
+            await asyncio.sleep(0.01)
+            choices = range(len(submit.choices))
+            session.send(*(delta(submit, each, index, logprobs=logprobs) for each in choices))
+
+    async def scenario() -> None:
+        worker = ScriptedWorker("decode-0", serve=serve)
+        async with (
+            running_router(worker, coalesce_ms=0.0) as tested,
+            calling(tested, reads_tokens=reads_tokens) as caller,
+        ):
+            request = asking(max_tokens=10)
+            request.sampling.MergeFrom(common_pb2.SamplingParams(**fields))
+            await caller.start(1, request)
+            await caller.read_until_ended(1)
+
+            choice_0 = [each for each in caller.responses[1] if not each.choice]
+            received = [unpack_token_ids(each.token_ids) for each in choice_0]
+            assert received == [[token_id] for token_id in tokens(0, 10)]
+            assert [each.first_index for each in choice_0] == [*range(10)]
+            assert [len(each.logprobs) for each in choice_0] == ["logprobs" in fields] * 10
+            assert caller.num_in_columns == num_in_columns
+
+    run_virtual(scenario())
+
+
+def test_the_first_calls_of_a_large_message_leave_before_the_last_ones_begin() -> None:
+    async def scenario() -> None:
+        worker = ScriptedWorker("decode-0", serve=silent)
+        async with running_router(worker) as tested, calling(tested) as caller:
+            many = [
+                inference_pb2.GenerateManyRequest(call_id=i, start=asking()) for i in range(100)
+            ]
+            many[0].more.extend(many[1:])
+            await caller.start(100, asking())  # opens the session
+            await wait_until(lambda: worker.num_messages == 1, timeout_s=1)
+            await caller.call.write(many[0])
+            await wait_until(lambda: len(worker.submits) == 101, timeout_s=1)
+
+            assert worker.num_messages == 1 + 4, "32, 32, 32 and 4 of them"
 
     run_virtual(scenario())
 
