@@ -4,9 +4,11 @@
 
 A worker without a model gathers all requests, then sends one token of each every step. Processes of
 clients read them with `pagewire.AsyncClient`, over one stream each. The router's process has a
-core to itself; worker and clients share the others. Its CPU time, from the first step to the last
-token, divided by the tokens, is what a token costs; its inverse is what a core could take. How late
-a token is counts from its step in the worker to its arrival in the client's code.
+core to itself; worker and clients share the others. With --routers, several of them share the
+clients among themselves, each with a core if there are enough, and count as one. Their CPU time,
+from the first step to the last token, divided by the tokens, is what a token costs; its inverse is
+what a core could take. How late a token is counts from its step in the worker to its arrival in the
+client's code.
 """
 
 import argparse
@@ -82,18 +84,25 @@ def measure(streams: int, step_s: float, coalesce_ms: float, options: Any) -> di
     steps = Steps(step_s=step_s, num_gathered=streams, has_begun=has_begun, times=times)
     with ExitStack() as stack:
         worker, worker_port = stack.enter_context(started(run_worker, steps))
-        router, router_port = stack.enter_context(
-            started(run_router, worker_port, options.model_dir, {"coalesce_ms": coalesce_ms})
-        )
-        processes = {"worker": [worker], "router": [router], "clients": []}
+        routers = [
+            stack.enter_context(
+                started(run_router, worker_port, options.model_dir, {"coalesce_ms": coalesce_ms})
+            )
+            for _ in range(options.routers)
+        ]
+        processes = {"worker": [worker], "router": [each for each, _ in routers], "clients": []}
         num_clients = min(options.clients, streams)
         for number in range(num_clients):
             share = len(range(number, streams, num_clients))
+            _, router_port = routers[number % len(routers)]
             client, _ = stack.enter_context(
                 started(run_clients, router_port, share, tokens, times, results)
             )
             processes["clients"].append(client)
-        _pin(router.pid, [each.pid for each in (worker, *processes["clients"])])
+        _pin(
+            [each.pid for each in processes["router"]],
+            [each.pid for each in (worker, *processes["clients"])],
+        )
         if not has_begun.wait(START_TIMEOUT_S):
             raise SystemExit("the requests did not reach the worker")
         before = {name: sum(map(cpu_s, each)) for name, each in processes.items()}
@@ -114,12 +123,15 @@ def measure(streams: int, step_s: float, coalesce_ms: float, options: Any) -> di
     }
 
 
-def _pin(router_pid: int | None, other_pids: Sequence[int | None]) -> None:
-    """Give the router a core to itself, threads included."""
-    router_core, *others = sorted(os.sched_getaffinity(0))
-    for pid, cores in [(router_pid, [router_core]), *((pid, others) for pid in other_pids)]:
+def _pin(router_pids: Sequence[int | None], other_pids: Sequence[int | None]) -> None:
+    """Give each router a core to itself, threads included, but leave one to the others."""
+    cores = sorted(os.sched_getaffinity(0))
+    num_own = max(1, min(len(router_pids), len(cores) - 1))
+    others = cores[num_own:] or cores
+    own = [(pid, [cores[number % num_own]]) for number, pid in enumerate(router_pids)]
+    for pid, allowed in [*own, *((pid, others) for pid in other_pids)]:
         for thread in psutil.Process(pid).threads():
-            os.sched_setaffinity(thread.id, cores or [router_core])
+            os.sched_setaffinity(thread.id, allowed)
 
 
 def median(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -151,6 +163,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=5.0, help="duration of each run")
     parser.add_argument("--clients", type=int, default=2, help="client processes")
+    parser.add_argument("--routers", type=int, default=1, help="router processes")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -176,6 +189,7 @@ def main() -> None:
         **conditions("relay"),
         "seconds": options.seconds,
         "clients": options.clients,
+        "routers": options.routers,
         "repetitions": options.repetitions,
         "cases": cases,
     }

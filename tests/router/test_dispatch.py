@@ -30,6 +30,7 @@ from tests.router.scripted_worker import (
     LENGTH,
     PAGE_SIZE,
     STOP,
+    RouterUnderTest,
     ScriptedWorker,
     Serve,
     Session,
@@ -162,6 +163,30 @@ def test_a_killed_worker_costs_a_pause_but_no_token() -> None:
             assert emitted[0] == tokens(0, len(emitted[0]))
             assert len(emitted[0]) >= 4
 
+    run_virtual(main())
+
+
+def test_the_first_token_of_each_attempt_ends_the_wait_however_it_travels() -> None:
+    async def serve(session: Session, submit: worker_pb2.SubmitRequest) -> None:
+        worker = tested.router.registry.get("decode-0")
+        assert (worker.num_waiting, worker.num_waiting_tokens) == (1, 3)
+        session.send(delta(submit, 0, first=submit.attempt))
+        await asyncio.sleep(0.01)
+        assert (worker.num_waiting, worker.num_waiting_tokens) == (0, 0)
+        if submit.attempt < 2:
+            session.fail(submit, grpc.StatusCode.ABORTED)
+        else:
+            session.send(delta(submit, 0, first=3))
+
+    async def main() -> None:
+        nonlocal tested
+        async with running_router(ScriptedWorker("decode-0", serve=serve)) as tested:
+            answer = await tested.generate(max_tokens=4)
+            assert answer.error is None
+            assert answer.token_ids() == tokens(0, 4)
+            assert answer.usage.stats.resumptions == 2
+
+    tested: RouterUnderTest
     run_virtual(main())
 
 
