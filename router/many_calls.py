@@ -29,6 +29,7 @@ _MOST_NEWS = 1024  # that wait for the writer before no more calls begin
 _LONGEST_INTERVAL_S = 10.0  # as protos/inference.proto says; some memory is held as long
 _MOST_REFUSED = 16  # one after the other, before the caller has to wait
 _LONGEST_PAUSE_S = 1.0  # cancellations wait as long
+_PACE, _ROW_PACE = Pace(message_us=SHARED_CALL_US), Pace(message_us=ROW_US)
 
 
 class ManyCalls:
@@ -52,7 +53,6 @@ class ManyCalls:
         self._make_call = make_call
         self._is_one_caller = is_one_caller
         self._reads_tokens = reads_tokens
-        self._pace = Pace(message_us=ROW_US if reads_tokens else SHARED_CALL_US)
         self._num_refused = 0  # of the latest calls, one after the other, as they began
         self._pause_s = 0.0  # what the last refusal asked for
         self._cancelled_status = cancelled.SerializeToString()
@@ -74,7 +74,9 @@ class ManyCalls:
             raise InvalidRequest("call_id", f"{call_id}, which still runs", "one that does not")
         begun = self._calls[call_id] = _Begun(call_id, self._news, self._has_news)
         call = begun.call = self._make_call(begun.note)
-        pace = self._pace
+        sampling = message.start.sampling
+        in_rows = self._reads_tokens and sampling.n <= 1 and not sampling.HasField("logprobs")
+        pace = _ROW_PACE if in_rows else _PACE
         if message.interval_ms:
             pace = replace(pace, least_s=min(message.interval_ms / 1000, _LONGEST_INTERVAL_S))
         call.begin(message.start, message.timeout_ms / 1000 or None, pace)
