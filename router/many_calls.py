@@ -121,10 +121,11 @@ class ManyCalls:
             now = asyncio.get_running_loop().time()
             while self._news and len(results) + len(tokens.call_ids) < MOST_RESULTS:
                 begun = self._news.popleft()
-                begun.is_noted = False
-                if begun.is_cancelled:
+                if begun.is_cancelled:  # and stays noted: a timer of its stream may call again
                     results.add(call_id=begun.call_id, error_status=self._cancelled_status)
-                elif self._calls.get(begun.call_id) is begun:
+                    continue
+                begun.is_noted = False
+                if self._calls.get(begun.call_id) is begun:
                     token = begun.call.take_token(now) if self._reads_tokens else None
                     if token is not None:
                         tokens.add(begun.call_id, *token)

@@ -19,7 +19,7 @@ from options.option import WrongOptions, told_value
 from pagewire import SamplingDefaults
 from pagewire.protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from pagewire.protos.gathering import gather
-from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.protos.token_ids import TOKEN_BYTES, pack_token_ids, unpack_token_ids
 from pagewire.wire import model_from
 from protos.contract import CONTRACT_VERSION
 from router import wire
@@ -380,6 +380,7 @@ def test_late_messages_of_an_earlier_attempt_change_nothing() -> None:
                 session.fail(submit, grpc.StatusCode.UNAVAILABLE)
                 return
             lies = pack_token_ids([399, 399])
+            session.send(delta(submit, 0, 2, token_ids=lies[:TOKEN_BYTES], attempt=0))
             session.send(delta(submit, 0, 2, token_ids=lies, attempt=0, finish_reason=STOP))
             stale = Submit(request_id=submit.request_id, attempt=0)
             session.fail(stale, grpc.StatusCode.INTERNAL)

@@ -1,6 +1,7 @@
 """GenerateMany: many calls over one stream, each as Generate would answer it."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from google.rpc import status_pb2
 from pagewire.protos import common_pb2, inference_pb2, worker_pb2
 from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY, READS_TOKENS_KEY
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from router.pacing import TICK_S
 from tests.router.scripted_worker import (
     RouterUnderTest,
     ScriptedWorker,
@@ -228,6 +230,24 @@ def test_tokens_within_the_interval_of_a_call_travel_together_and_its_end_is_not
     run_virtual(scenario())
 
 
+def test_single_tokens_gather_for_the_interval_of_their_call_too() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        worker = ScriptedWorker("decode-0", token_s=0.01)
+        async with running_router(worker) as tested, calling(tested) as caller:
+            await caller.start(1, asking(max_tokens=30), interval_ms=15)
+            times = []
+            while 1 not in caller.ends:
+                await caller.read()
+                times.append(loop.time())
+
+            assert caller.num_in_columns > 5
+            gaps = [after - at for at, after in itertools.pairwise(times[:-1])]
+            assert min(gaps) > 0.015 - 2 * TICK_S
+
+    run_virtual(scenario())
+
+
 def test_a_refused_call_ends_with_its_status_and_leaves_the_others_alone() -> None:
     async def scenario() -> None:
         async with running_router(ScriptedWorker("decode-0")) as tested, calling(tested) as caller:
@@ -271,6 +291,21 @@ def test_a_cancelled_call_frees_the_worker_and_says_so() -> None:
             await caller.start(1, asking())  # its id is free again
             del caller.ends[1]
             await caller.read_until_ended(1)
+
+    run_virtual(scenario())
+
+
+def test_a_call_cancelled_while_its_tokens_gather_ends_once() -> None:
+    async def scenario() -> None:
+        async with running_router(ScriptedWorker("decode-0")) as tested, calling(tested) as caller:
+            await caller.start(1, asking(max_tokens=400), interval_ms=100)
+            await caller.start(2, asking(max_tokens=50))
+            await caller.read()
+            await asyncio.sleep(0.05)
+            await caller.cancel(1)
+            await caller.read_until_ended(1, 2)
+
+            assert caller.ends == {1: "CANCELLED", 2: "OK"}
 
     run_virtual(scenario())
 

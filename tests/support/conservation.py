@@ -26,6 +26,7 @@ def router_leaks(router: Router) -> list[str]:
     for worker, session in dispatcher._sessions.items():
         name = worker.member.worker_id
         held[f"streams of {name}"] = len(session.streams)
+        held[f"numbered choices of {name}"] = len(session._numbered)
         held[f"messages for {name}"] = len(session._outbox)
     for worker in router.registry._workers.values():
         for load in (
