@@ -7,7 +7,7 @@ deadlines pass, workers die and drain, and routers stop and come back, all at ra
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
@@ -17,7 +17,8 @@ from google.rpc import status_pb2
 from llm_engine.sampling import SamplingParams
 from pagewire import AsyncClient, PagewireError
 from pagewire.protos import inference_pb2, inference_pb2_grpc
-from pagewire.protos.token_ids import unpack_token_ids
+from pagewire.protos.gathering import READS_TOKENS_KEY
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from pagewire.routers import token_metadata
 from router.dispatch import Dispatcher
 from router.tenants.registry import Tenants
@@ -70,12 +71,23 @@ def some_spec(rng: random.Random, prefixes: list[tuple[int, ...]]) -> RequestSpe
     return RequestSpec(name="", prompt=prompt, params=params, n=rng.choice((1, 1, 1, 3)))
 
 
+def in_messages(columns: Any) -> Iterator[inference_pb2.CallResult]:
+    """Return what columns of tokens stand for."""
+    rows = zip(columns.call_ids, columns.token_ids, columns.indices, columns.texts, strict=True)
+    for call_id, token_id, index, text in rows:
+        response = inference_pb2.GenerateResponse(
+            text=text, token_ids=pack_token_ids([token_id]), first_index=index
+        )
+        yield inference_pb2.CallResult(call_id=call_id, response=response)
+
+
 class Stream:
     """A GenerateMany stream of a caller who may do anything; checks the tokens that arrive."""
 
     def __init__(self, rng: random.Random, stub: Any, token: str) -> None:
         self._rng = rng
-        self._call = stub.GenerateMany(metadata=token_metadata(token), timeout=100.0)
+        metadata = token_metadata(token) + ((READS_TOKENS_KEY, "1"),) * rng.choice((0, 1, 1))
+        self._call = stub.GenerateMany(metadata=metadata, timeout=100.0)
         self._specs: dict[int, RequestSpec] = {}
         self._received: dict[tuple[int, int], list[int]] = defaultdict(list)  # (call id, choice)
         self._running: set[int] = set()
@@ -141,7 +153,7 @@ class Stream:
                     if self._running and await self._call.code() is grpc.StatusCode.OK:
                         self.violations.append(f"calls {self._running} have no end")
                     return
-                for each in message.results:
+                for each in (*in_messages(message.tokens), *message.results):
                     self._take(each)
             await asyncio.Event().wait()  # reads no more
         except grpc.aio.AioRpcError as error:
