@@ -7,7 +7,8 @@ Weights, prompts and clients are those of benchmarks.serving_matrix. "Aggregated
 without prefill workers on as many GPUs.
 
 transfer/again@L    a prompt of L tokens that the prefill worker has cached and the decode worker
-                    must receive in full; pages of both lie in random order.
+                    must receive in full; pages of both lie in random order. `receive_ms` is the
+                    time that the decode worker itself counts, in which pages arrived.
 transfer/new@L, aggregated@L    a new prompt, with 1 + 1 workers and on one GPU. All three also for
                     @page, a prompt of one page, which shows what a request costs besides. `ms` is
                     the time of the first token, which waits for no page, and `second_ms` that of
@@ -37,6 +38,7 @@ it anywhere with --shape tiny --scale small --device cpu --page-size 16.
 
 import argparse
 import sys
+import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -73,6 +75,7 @@ from benchmarks.stream_statistics import (
 )
 from benchmarks.transfer_shares import LENGTHS, transfer_case, transfer_shares
 
+STATUS_S = 2.0  # after which a router has had a worker's next heartbeat
 DEDUP_STREAMS, DEDUP_PREFIX, DEDUP_OWN = 64, 8192, 128
 CHATS, CHAT_TOKENS, CHAT_STEPS = 16, 1024, 2048
 INTRUDERS, INTRUDER_TOKENS, INTRUDER_PERIOD_S = 6, 32_768, 1.0
@@ -97,12 +100,26 @@ def move_again(length: int, run: Run) -> Row:
     specs = wave(run.seeds, 1, unique=length)
     for _ in range(2):
         run.wave(specs)
+    before_s = receive_s(run)
     waves = [run.wave(specs) for _ in range(max(run.sizes.repeats, 5))]
+    took_s = receive_s(run) - before_s
     work = run.check_waves(waves)
     pages = -(-length // page_size)
     if work["pages_moved"] != pages * len(waves):
         raise CaseFailed(f"{work['pages_moved']} pages moved, not {len(waves)} times {pages}")
-    return two_tokens(waves) | {"own_tokens": length} | work
+    return {
+        **two_tokens(waves),
+        "own_tokens": length,
+        "receive_ms": round(1e3 * took_s / len(waves), 3),
+        "receive_gb_per_s": round(work["bytes_moved"] / took_s / 1e9, 2),
+        **work,
+    }
+
+
+def receive_s(run: Run) -> float:
+    """Return the time in which decode workers have received pages, summed over transfers."""
+    time.sleep(STATUS_S)
+    return sum(worker.transfer_s for worker in run.cluster.status().workers)
 
 
 def new_prompt(length: int, run: Run) -> Row:

@@ -78,7 +78,7 @@ def test_every_case_of_the_peer_and_of_the_targets_is_one_of_the_matrix() -> Non
 
 
 def test_a_target_is_the_most_or_the_least_that_counts_as_reached() -> None:
-    most = Outcome(what="a step", target=5.0, found=5.0, unit="ms")
+    most = Outcome(what="a step", target=5.0, found=5.0, unit="ms", file="a.json")
     least = replace(most, unit="GB/s", is_least=True)
 
     assert most.is_reached
