@@ -10,6 +10,7 @@ itself:
   RESOURCE_EXHAUSTED: a request that arrives in parts takes memory.
 - A method with `max_calls` open calls refuses more with RESOURCE_EXHAUSTED. If callers are known,
   one with many open calls is refused earlier, which leaves some to others: protos/shares.py.
+- RESOURCE_EXHAUSTED comes with a google.rpc.RetryInfo.
 - Bytes that are not a message of the method's type end the call with INVALID_ARGUMENT.
 - So does a request of more than `max_fields` fields, before it is parsed: millions of tiny fields
   would stop the event loop for a second.
@@ -25,16 +26,20 @@ from typing import Any, cast
 import grpc
 from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
+from grpc_status import rpc_status
 
 from pagewire.protos.call_tasks import mark_seen
 from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES
 from protos.bad_text import find_bad_text
 from protos.field_count import has_more_fields
+from protos.retry_delay import retry_info
 from protos.shares import may_take
 
 MAX_SILENT = 128
 YOUNG_S = 0.5  # bursts of calls are accepted faster than their requests are read
 REQUEST_S = 10.0  # for the largest request over a slow line
+RETRY_DELAY_S = 0.5  # the end of a call cannot be predicted
 
 Serve = Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]
 Parse = Callable[[bytes], Awaitable[Any]]
@@ -45,7 +50,25 @@ class CallRefused(grpc.RpcError):  # type: ignore[misc] # grpc has no types
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
-        self.status_code = code
+        self._code = code
+
+    async def end(self, context: grpc.aio.ServicerContext) -> None:
+        """End the call with the status of this error."""
+        await context.abort(self._code, str(self))
+
+
+class NoRoom(CallRefused):
+    """There are too many calls; the status says when to try again."""
+
+    def __init__(self, message: str, retry_delay_s: float) -> None:
+        super().__init__(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+        self._retry_delay_s = retry_delay_s
+
+    async def end(self, context: grpc.aio.ServicerContext) -> None:
+        status = status_pb2.Status(code=self._code.value[0], message=str(self))
+        status.details.add().Pack(retry_info(self._retry_delay_s))
+        rich = rpc_status.to_status(status)
+        await context.abort(rich.code, rich.details, rich.trailing_metadata)
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -56,6 +79,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         max_fields: Of a request with all nested messages; None: not counted, for trusted clients.
         max_silent: Most calls without a request, not counting those younger than YOUNG_S.
         request_s: Longest time from the beginning of a call to the end of its request.
+        retry_delay_s: Delay suggested to callers that are refused for want of room.
         caller: Returns the caller of the current call; None: callers are not told apart.
     """
 
@@ -66,12 +90,14 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         max_fields: int | None = None,
         max_silent: int = MAX_SILENT,
         request_s: float = REQUEST_S,
+        retry_delay_s: float = RETRY_DELAY_S,
         caller: Callable[[], str] | None = None,
     ) -> None:
         self._max_calls = max_calls
         self._max_fields = max_fields
         self._max_silent = max_silent
         self._request_s = request_s
+        self._retry_delay_s = retry_delay_s
         self._caller = caller
         self._num_open: Counter[str] = Counter()  # by method
         self._num_own: Counter[tuple[str, str]] = Counter()  # by method and caller; none is 0
@@ -108,7 +134,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                     else:
                         await respond(await parse(await self._read(context)), context)
             except CallRefused as refused:
-                await context.abort(refused.status_code, str(refused))
+                await refused.end(context)
 
         return grpc.stream_stream_rpc_method_handler(
             serve, request_deserializer=None, response_serializer=handler.response_serializer
@@ -118,16 +144,16 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _place(self, method: str) -> Iterator[None]:
         num_open = self._num_open[method]
         if num_open >= self._max_calls:
-            raise CallRefused(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
+            raise NoRoom(
                 f"{self._max_calls} calls of {method} are open, the limit of this server",
+                self._retry_delay_s,
             )
         own = None if self._caller is None else (method, self._caller())
         if own and not may_take(self._num_own[own], num_open, self._max_calls):
-            raise CallRefused(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
+            raise NoRoom(
                 f"{self._num_own[own]} calls of {method} of this caller are open; what is left is "
                 "for others",
+                self._retry_delay_s,
             )
         self._num_open[method] += 1
         if own:
@@ -164,9 +190,9 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 return await asyncio.shield(reading)
         except TimeoutError:
             if silence.is_ended:
-                raise CallRefused(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                raise NoRoom(
                     f"no request came, and {self._max_silent} newer calls wait for theirs",
+                    self._retry_delay_s,
                 ) from None
             raise CallRefused(
                 grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -38,6 +38,7 @@ def make_server(
     guard = CallGuard(
         max_calls=max_open_calls(config),
         max_fields=MAX_REQUEST_FIELDS,
+        retry_delay_s=config.retry_delay_s,
         caller=None if tenants.is_open else partial(caller_name, tenants),
     )
     options = dict(server_options(config)) | {"grpc.so_reuseport": int(shares_port)}

@@ -1,11 +1,9 @@
 """Rich statuses that programs can read, for the errors of calls."""
 
-import math
-
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
+from protos.retry_delay import retry_info
 from router.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -55,9 +53,7 @@ def status_of(error: RouterError) -> status_pb2.Status:
             bad_request.field_violations.add(field=field, description=description)
         status.details.add().Pack(bad_request)
     if isinstance(error, Overloaded):
-        delay = Duration()
-        delay.FromMilliseconds(math.ceil(1000 * error.retry_delay_s))  # not sooner than it may
-        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+        status.details.add().Pack(retry_info(error.retry_delay_s))
     return status
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
+from pagewire import OverloadedError
 from pagewire.protos import inference_pb2
+from pagewire.wire import error_from
 from protos import call_guard
 from protos.call_guard import CallGuard
 from protos.field_count import has_more_fields
@@ -100,6 +102,17 @@ def open_call(channel: grpc.aio.Channel, method: str) -> Any:
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
     return await call.code(), await call.details()
+
+
+async def retry_delay_s(call: Any) -> float | None:
+    """Return when a refused caller may try again, as a client reads it; None: it is not told."""
+    code, message = await status_of(call)
+    failure = grpc.aio.AioRpcError(
+        code, grpc.aio.Metadata(), await call.trailing_metadata(), message
+    )
+    error = error_from(failure, "the address", 1.0)
+    assert isinstance(error, OverloadedError)
+    return error.retry_after_s
 
 
 def text(value: str) -> bytes:
@@ -202,6 +215,7 @@ def test_of_too_many_silent_calls_the_oldest_end_and_others_are_served(
             for oldest in calls[:2]:
                 code, details = await status_of(oldest)
                 assert code is EXHAUSTED, details
+                assert await retry_delay_s(oldest) == 0.5
             late, *others = calls[2:]
             await late.write(text("at last"))
             assert await late.read()
@@ -223,13 +237,14 @@ def test_a_burst_larger_than_the_limit_of_silent_calls_loses_none() -> None:
 
 def test_a_method_with_too_many_open_calls_refuses_more_and_others_go_on() -> None:
     async def scenario() -> None:
-        async with guarded(max_calls=2) as channel:
+        async with guarded(max_calls=2, retry_delay_s=1.25) as channel:
             ticks = [channel.unary_stream("/test/Ticking")(text("x")) for _ in range(2)]
             for each in ticks:
                 await each.read()
             refused = channel.unary_stream("/test/Ticking")(text("x"))
             code, details = await status_of(refused)
             assert (code, "2 calls" in details) == (EXHAUSTED, True)
+            assert await retry_delay_s(refused) == 1.25
             assert await answers(channel, "Unary", text("a")) == ["a"]
             ticks[0].cancel()
             await asyncio.sleep(0.05)
