@@ -1,5 +1,6 @@
 """A command whose errors name its parameters as typed on the command line."""
 
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from pagewire import AuthenticationError, InvalidRequestError, PagewireError
+from pagewire import AuthenticationError, InvalidRequestError, OverloadedError, PagewireError
 from pagewire.arguments import SAMPLING, TOKEN_VARIABLE, check_sampling, check_timeout_s
 
 
@@ -64,7 +65,8 @@ def told_by_flags(error: PagewireError, parameters: Iterable[Any]) -> str:
     """Return an error's lines, replacing sampling.max_tokens by --max-tokens at their beginnings.
 
     Likewise `sampling.stop[0]` by `--stop`, and `prompt.text` by the argument `prompt`; an error
-    of the token names the ways in which a command gets one.
+    of the token names the ways in which a command gets one, and one for want of room says when to
+    try again.
 
     Args:
         error: The error of the client or the router, which name fields as in the request.
@@ -75,9 +77,12 @@ def told_by_flags(error: PagewireError, parameters: Iterable[Any]) -> str:
         found = str(error).partition("; allowed: ")[0]  # the rest speaks of metadata
         flag = spellings["token_file"]
         return f"{found}; allowed: a token of this cluster, by {flag} or {TOKEN_VARIABLE}"
-    return re.sub(
+    told = re.sub(
         r"^(?:sampling\.|tls\.)?(\w+)(?:\.text|\[\d+\])?(?=:)",
         lambda field: spellings.get(field[1], field[0]),
         str(error),
         flags=re.MULTILINE,
     )
+    if isinstance(error, OverloadedError) and error.retry_after_s is not None:
+        return f"{told}; try again in {math.ceil(error.retry_after_s)} s"
+    return told

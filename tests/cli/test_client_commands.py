@@ -21,6 +21,7 @@ from tests.pagewire.scripted_service import (
     ScriptedService,
     abort,
     response,
+    retry_after,
     serving_in_thread,
     usage,
     violation,
@@ -319,6 +320,17 @@ def test_a_wrong_request_ends_with_2_also_where_the_router_refuses_it(code, exit
         result = run_main("generate", "x", "--address", address)
 
     assert (result.returncode, result.stderr) == (exit_code, "error: not so\n")
+
+
+def test_who_is_refused_for_want_of_room_is_told_when_to_try_again():
+    async def refuse(request, context):
+        await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many", retry_after(61.2))
+        yield
+
+    with serving_in_thread(refuse) as (address, _):
+        result = run_main("generate", "x", "--address", address)
+
+    assert (result.returncode, result.stderr) == (1, "error: too many; try again in 62 s\n")
 
 
 @pytest.mark.parametrize("found", ["the call has no token", "the token is unknown"])
