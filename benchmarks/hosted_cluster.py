@@ -147,6 +147,13 @@ class HostedCluster:
             ],
         )
 
+    def restart_router(self) -> None:
+        """Let the second router stop as an update does; returns when its successor sees all."""
+        [running] = [each for each in self.edge.processes("cli router") if each.name() != "sh"]
+        running.terminate()
+        running.wait(START_TIMEOUT_S)
+        self.until_whole()
+
     def bring_up(self) -> None:
         """Start the product's processes; returns when they serve."""
         began = time.monotonic()
