@@ -10,13 +10,12 @@ import typer
 
 from cli.flags import add_command, flag_parameter
 from cli.stop_signals import StopSignals
-from cluster.certificates import check_certificates
 from cluster.config import ClusterConfig
 from cluster.devices import check_port_free
 from cluster.environment import prepare_ray
 from cluster.errors import ConfigError, StartError
 from cluster.own_address import with_own_host
-from cluster.preflight import check_all, check_metrics_port_free
+from cluster.preflight import check_all, check_encryption, check_metrics_port_free
 from credentials.errors import KeyFileError
 from credentials.key_file import read_router_keys, read_secret, write_router_keys
 from credentials.secret import RouterKeys
@@ -75,8 +74,7 @@ def router(config: ClusterConfig, controller: str, keys: Path, share_port: bool)
         lambda: check_port_free(config.host, config.port, is_shared=share_port),
         lambda: check_metrics_port_free(config),
     )
-    if wrong_name := check_certificates(config):
-        say(f"warning: {wrong_name}")
+    check_encryption(config, say)
     configure_logging(config.log_level, config.log_format)
     with StopSignals() as signals:
         asyncio.run(_serve(config, controller, router_keys, share_port, signals))

@@ -68,6 +68,20 @@ def check_front(config: ClusterConfig) -> str:
     )
 
 
+def told_if_open(config: ClusterConfig) -> str:
+    """Return that any client may use the routers; empty: only known ones, or of this host, may.
+
+    With `insecure` nothing is told: somebody said that it is meant.
+    """
+    tells_clients_apart = config.router.tenants_file or config.front_tls.client_authority_file
+    if tells_clients_apart or config.insecure or is_loopback_host(config.host):
+        return ""
+    return (
+        f"router.tenants_file: found none, so whoever can connect to {config.host} may use the "
+        "model; a tenants file or front_tls.client_authority_file admits known clients only"
+    )
+
+
 def check_links(config: ClusterConfig, device: str, addresses: Iterable[str]) -> None:
     """Refuse connections in clear between hosts unless an option allows them.
 

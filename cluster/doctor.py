@@ -21,7 +21,7 @@ from cluster.capacity import (
     pool_remedy,
     read_model_needs,
 )
-from cluster.certificates import check_certificates, own_client
+from cluster.certificates import check_certificates, own_client, told_if_open
 from cluster.config import ClusterConfig
 from cluster.config_options import ALL_OPTIONS
 from cluster.devices import check_port_free, resolve_device
@@ -280,6 +280,8 @@ def check_tls(config: ClusterConfig) -> tuple[Finding, ...]:
             level, remedy = "warn", "renew it; running processes take the new one by themselves"
         elif name == "clients" and wrong_name:
             level, found, remedy = "warn", wrong_name, "pagewire generate --server-name NAME"
+        elif name == "clients" and (is_open := told_if_open(config)):
+            level, found, remedy = "warn", is_open, "pagewire tokens new NAME --out FILE"
         findings.append(Finding(check=check, level=level, found=found, remedy=remedy))
     return tuple(findings)
 

@@ -12,7 +12,7 @@ from cluster.capacity import (
     pages_of_worker,
     read_model_needs,
 )
-from cluster.certificates import check_certificates
+from cluster.certificates import check_certificates, told_if_open
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.config_options import config_options
 from cluster.deployment import secret_of
@@ -56,7 +56,7 @@ def check_start(
     anywhere: tuple[Callable[[], object], ...] = (
         lambda: _check_tenants_file(config.router.tenants_file),
         lambda: _check_tracing(config.tracing),
-        lambda: _check_certificates(config, say),
+        lambda: check_encryption(config, say),
         lambda: secret_of(config),
         lambda: check_model_files(model),
     )
@@ -128,15 +128,17 @@ def choose_device(config: ClusterConfig, num_gpus: int) -> str:
     return device
 
 
+def check_encryption(config: ClusterConfig, say: Callable[[str], None]) -> None:
+    """Refuse as check_certificates does; say what clients may meet, and if anybody may be one."""
+    for problem in (check_certificates(config), told_if_open(config)):
+        if problem:
+            say(f"warning: {problem}")
+
+
 def _check_most_gpus(config: ClusterConfig) -> None:
     """Refuse more workers than the GPUs that this host can have, without a look at torch."""
     if config.device != "cpu" and (most := most_gpus()) is not None:
         choose_device(config, most)
-
-
-def _check_certificates(config: ClusterConfig, say: Callable[[str], None]) -> None:
-    if wrong_name := check_certificates(config):
-        say(f"warning: {wrong_name}")
 
 
 def _check_tenants_file(path: str) -> None:

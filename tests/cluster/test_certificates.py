@@ -14,6 +14,7 @@ from cluster.certificates import (
     client_hosts,
     http_url,
     own_client,
+    told_if_open,
     with_absolute_files,
 )
 from cluster.config import ClusterConfig
@@ -86,6 +87,23 @@ def test_a_front_that_other_hosts_reach_is_refused_in_clear() -> None:
     with pytest.raises(ConfigError, match=r"^front_tls.certificate_file: found none; allowed"):
         check_certificates(config)
     assert check_certificates(replace(config, insecure=True)) == ""
+
+
+def test_a_front_that_anyone_may_use_is_told_of(authority: Authority) -> None:
+    config = config_of(authority, host="0.0.0.0")
+
+    assert told_if_open(config).startswith(
+        "router.tenants_file: found none, so whoever can connect to 0.0.0.0 may use the model"
+    )
+    (clients, _) = check_tls(config)
+    assert (clients.level, clients.found) == ("warn", told_if_open(config))
+    for known in (
+        config_of(authority, host="127.0.0.1"),
+        config_of(authority, host="0.0.0.0", asks_clients=True),
+        replace(config, router=replace(config.router, tenants_file="tenants.yaml")),
+        replace(config, insecure=True),
+    ):
+        assert told_if_open(known) == ""
 
 
 def test_certificates_of_clients_are_wanted_only_where_the_cluster_has_some(

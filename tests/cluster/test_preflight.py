@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 
 import pytest
@@ -24,6 +24,7 @@ from cluster.own_address import check_interfaces
 from cluster.pool_config import PoolConfig
 from cluster.port_need import check_port_ranges
 from cluster.preflight import check_start
+from tests.support.certificates import Authority
 from tests.support.interfaces import have_interfaces
 
 GIB = 2**30
@@ -280,6 +281,19 @@ def test_the_router_may_not_listen_in_clear_on_an_interface_either(monkeypatch):
     with pytest.raises(ConfigError, match=r"^front_tls.certificate_file: .* to 10.0.0.2;"):
         check_on_a_host_with(monkeypatch, memory, network_interface="eth0")
     assert check_on_a_host_with(monkeypatch, memory, network_interface="lo") == ("cpu", [])
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_router_that_anyone_may_use_is_warned_of(monkeypatch, tmp_path, is_known):
+    memory = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
+    settings = Authority(tmp_path).settings(asks_clients=is_known)
+    sections = {"tls": settings.inside, "front_tls": settings.front}
+    tls = {f"{s}.{name}": v for s in sections for name, v in asdict(sections[s]).items()}
+
+    _, said = check_on_a_host_with(monkeypatch, memory, host="0.0.0.0", **tls)
+
+    told = ["warning: router.tenants_file: found none, so whoever can connect to 0.0.0.0 may use"]
+    assert [each.partition(" the model")[0] for each in said] == ([] if is_known else told)
 
 
 @pytest.mark.parametrize(
