@@ -153,7 +153,7 @@ class PrefillReceivers:
             span.end("internal error")
         self._context.wake.set_by_arrival()
         if attempt is not None:
-            await self._clean_up(attempt, quarantined)
+            await self._clean_up(group.request.request_id, attempt, quarantined)
 
     async def _run(
         self, group: PrefillGroup, sender: WorkerIdentity, attempt: RemotePrefill, span: NoSpan
@@ -208,13 +208,16 @@ class PrefillReceivers:
         del self._distrusted[sender]
         self._scheduler.trust(sender)
 
-    async def _clean_up(self, attempt: RemotePrefill, quarantined: tuple[Quarantined, ...]) -> None:
+    async def _clean_up(
+        self, request_id: str, attempt: RemotePrefill, quarantined: tuple[Quarantined, ...]
+    ) -> None:
         try:
             await attempt.close()
         except ConnectionBroken as broken:
-            logger.error("pages_stuck", extra=fields(pages=len(quarantined), error=str(broken)))
+            stuck = fields(request_id=request_id, pages=len(quarantined), error=str(broken))
+            logger.error("pages_stuck", extra=stuck)
         except Exception:
-            logger.exception("attempt_close_crashed")
+            logger.exception("attempt_close_crashed", extra=fields(request_id=request_id))
         if quarantined:
             assert attempt.receiver is not None
             attempt.receiver.driver.call_when_quiescent(

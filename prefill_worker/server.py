@@ -201,7 +201,10 @@ class _AttemptStream:
                 else:
                     attempt.handle(receiver_message_from_proto(request.transfer))
             except TransferError as error:
-                logger.info("prefill_attempt_broken", extra=fields(error=repr(error)))
+                logger.info(
+                    "prefill_attempt_broken",
+                    extra=fields(request_id=attempt.prompt.request_id, error=repr(error)),
+                )
                 attempt.receiver_left()
 
     def _start(self, attempt_id: int, message: worker_pb2.PrefillStart) -> None:

@@ -1,6 +1,7 @@
 """PrefillService at its edges: what is refused, and what a decode worker leaves that vanishes."""
 
 import asyncio
+import logging
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,6 +15,7 @@ import pytest
 import prefill_worker.server
 import prefill_worker.worker
 from llm_engine.sampling import SamplingParams
+from observability.logs import ATTRIBUTE
 from pagewire.protos import worker_pb2, worker_pb2_grpc
 from pagewire.protos.token_ids import pack_token_ids
 from prefill_worker.config import PrefillConfig
@@ -371,7 +373,9 @@ OUTCOMES: dict[str, tuple[Callable[[WorkerCluster], list[Any]], str]] = {
 
 
 @pytest.mark.parametrize("how", OUTCOMES)
-def test_an_attempt_ends_for_itself_and_others_of_its_stream_go_on(how: str) -> None:
+def test_an_attempt_ends_for_itself_and_others_of_its_stream_go_on(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario(cluster: WorkerCluster, stub: Any) -> None:
         messages, code = OUTCOMES[how]
         await connect(cluster, stub)
@@ -402,7 +406,11 @@ def test_an_attempt_ends_for_itself_and_others_of_its_stream_go_on(how: str) -> 
         assert await end_of(call) == ("OK", "")
         call.cancel()
 
-    run(scenario)
+    with caplog.at_level(logging.INFO):
+        run(scenario)
+    told = {each.msg: getattr(each, ATTRIBUTE) for each in caplog.records if "prefill_" in each.msg}
+    assert ("prefill_attempt_broken" in told) == (how == "a message of no kind")
+    assert all(each["request_id"] == "r" for each in told.values())
 
 
 @pytest.mark.parametrize(
