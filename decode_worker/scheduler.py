@@ -226,6 +226,7 @@ class Scheduler:
         for chunk, tokens in zip(plan.chunks, result.slices, strict=True):
             if tokens is not None:
                 deltas += self._complete_chunk(chunk, tokens)
+        self.totals.generated_tokens += len(deltas)  # prefill workers count what they drew
         return deltas
 
     def end_undrawn(self, plan: StepPlan, result: StepResult) -> list[Request]:
@@ -665,7 +666,6 @@ class Scheduler:
         first_index = len(choice.output)
         choice.output.append(token.token_id)
         choice.allowed = None
-        self.totals.generated_tokens += 1
         reason = finish_reason(
             request.params,
             num_prompt_tokens=len(request.prompt),

@@ -268,6 +268,8 @@ def test_a_second_request_moves_only_the_pages_that_are_missing() -> None:
             beats.cancel()
             assert totals.looked_up_tokens == 40 + 50, "what arrives was looked up, too"
             assert totals.cached_tokens == 40
+            num_drawn = 7 if worker is cluster.decode else 1
+            assert totals.generated_tokens == 2 * num_drawn, "each token is counted once"
             needed_pages = 10 + 13 if worker is cluster.decode else 0
             assert totals.needed_bytes == needed_pages * cluster.decode.engine.storage.page_bytes
 
@@ -312,6 +314,7 @@ def test_a_short_suffix_is_prefilled_locally() -> None:
 
         assert longer.stats.pages_moved == 0
         assert longer.stats.decode_computed_tokens == 6
+        assert cluster.decode.worker._scheduler.totals.generated_tokens == 7 + 8
 
     run(scenario, WorkerCluster(decode_config=decode_config(local_prefill_max_tokens=6)))
 

@@ -124,7 +124,7 @@ def test_a_worker_describes_itself_beats_and_publishes_its_cache() -> None:
 
             beat = await anext(aiter(stub.Watch(worker_pb2.WatchRequest(), timeout=5.0)))
             assert beat.heartbeat.totals.pages_moved == 13
-            assert beat.heartbeat.totals.generated_tokens == 8
+            assert beat.heartbeat.totals.generated_tokens == 7, "besides the prefill worker's"
             assert beat.heartbeat.steps > 0
             pages = beat.heartbeat.pages
             assert pages.free + pages.cached == pages.total
