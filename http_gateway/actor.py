@@ -23,7 +23,8 @@ from pagewire import Tls, UnavailableError
 
 log = logging.getLogger(__name__)
 
-FIND_TIMEOUT_S = 5.0  # a restarting router answers later; until then clients get an error
+FIND_TIMEOUT_S = 5.0  # a router that takes longer to start answers later; clients get an error
+FIND_PAUSE_S = 0.1
 
 
 @kept_by_name
@@ -102,9 +103,16 @@ class GatewayActor:
     async def _find_routers(self) -> list[str]:
         """Return the router's current address; its port may change at each start."""
         try:
-            call: Any = ray.get_actor(self._router_name).wait_ready.remote()
-            return [str(await asyncio.wait_for(call, FIND_TIMEOUT_S))]
-        except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
-            raise UnavailableError(
-                f"the router is starting: {error}", code="UNAVAILABLE"
-            ) from error
+            async with asyncio.timeout(FIND_TIMEOUT_S):
+                while True:
+                    try:
+                        router: Any = ray.get_actor(self._router_name)
+                        return [str(await router.wait_ready.remote())]
+                    except ray.exceptions.ActorUnavailableError:  # Ray starts it again
+                        await asyncio.sleep(FIND_PAUSE_S)
+        except TimeoutError:
+            told = f"the router has not answered within {FIND_TIMEOUT_S:g} s; it may be starting"
+            raise UnavailableError(told, code="UNAVAILABLE") from None
+        except (ray.exceptions.RayError, ValueError) as error:
+            told = f"the router cannot be found: {type(error).__name__}"
+            raise UnavailableError(told, code="UNAVAILABLE") from error

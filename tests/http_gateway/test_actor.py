@@ -1,0 +1,63 @@
+"""The Ray actor of a gateway, without Ray."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from http_gateway.actor import FIND_TIMEOUT_S, GatewayActor
+from pagewire import UnavailableError
+from tests.support.virtual_time import run_virtual
+
+LOST = ray.exceptions.ActorUnavailableError("task 7 may or may not have been executed", None)
+
+
+def find(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], Awaitable[str]]) -> Any:
+    """Let a gateway look for its router, whose actor answers so; return what it finds."""
+    router = SimpleNamespace(wait_ready=SimpleNamespace(remote=answer))
+    monkeypatch.setattr(ray, "get_actor", lambda _: router)
+    actor: Any = GatewayActor.__new__(GatewayActor)
+    actor._router_name = "router-0"
+    return actor._find_routers()
+
+
+def test_a_router_that_restarts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        async def answer() -> str:
+            if loop.time() < 3.0:
+                raise LOST
+            return "127.0.0.1:7"
+
+        assert await find(monkeypatch, answer) == ["127.0.0.1:7"]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("how", ["restarts", "hangs", "has ended"])
+def test_one_that_does_not_come_back_is_told_of_in_time_without_words_of_ray(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async def answer() -> str:
+        if how == "has ended":
+            raise ray.exceptions.ActorDiedError
+        if how == "hangs":
+            await asyncio.Event().wait()
+        raise LOST
+
+    async def main() -> None:
+        with pytest.raises(UnavailableError) as told:
+            await find(monkeypatch, answer)
+        is_over = how == "has ended"
+        assert str(told.value) == (
+            "the router cannot be found: ActorDiedError"
+            if is_over
+            else "the router has not answered within 5 s; it may be starting"
+        )
+        assert asyncio.get_running_loop().time() == pytest.approx(0 if is_over else FIND_TIMEOUT_S)
+
+    run_virtual(main())
