@@ -9,7 +9,7 @@ back, continues from what was received. The client's limit bounds the search for
 import asyncio
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pagewire.calls import Metadata, RunningCall
@@ -101,6 +101,7 @@ class ResumableCall:
         self._num_losses = 0
         self._lost: PagewireError | None = None  # the error of the latest loss; None: all is well
         self._lost_at = 0.0  # loop time
+        self._begin_s = BEGIN_S  # how long it goes on after that, if it has received nothing
         self._pause_s = FIRST_PAUSE_S
         self._start(timeout_s)
         self._timer = self._loop.call_at(self._deadline, self._time_out)
@@ -191,7 +192,9 @@ class ResumableCall:
         error = await self._routers.explain(failure.error, self._address)
         if not self._is_over:
             # Retrying does not fix TLS.
-            self._go_on(CallFailure(error, not isinstance(error, TlsError)))
+            self._go_on(
+                replace(failure, error=error, is_router_lost=not isinstance(error, TlsError))
+            )
 
     def _go_on(self, failure: CallFailure) -> None:
         """Plan the next call, or end with the error of this one."""
@@ -208,7 +211,8 @@ class ResumableCall:
             # A router that cannot serve may have waited for workers itself, and would do so again.
             self._lost, self._lost_at = error, self._began_at if is_early else now
             self._num_losses += 1
-        patience_s = self._resume_s if self._received else min(BEGIN_S, self._resume_s)
+            self._begin_s = self._routers.restart_s if failure.is_stopping else BEGIN_S
+        patience_s = self._resume_s if self._received else min(self._begin_s, self._resume_s)
         can_go_on = bool(self._token) or not self._received
         ends_at = min(self._lost_at + patience_s, self._deadline)
         pause_s = max(self._pause_s, failure.retry_after_s)

@@ -121,6 +121,7 @@ class Routers:
         explain: Finds a better error, given that of a call that reached no router, and the address.
         token: Identifies the tenant of a client's calls; empty: none.
         patience_s: How long `call` keeps trying; 0: it tries each address once.
+        restart_s: How long a generate call that a stopping router has refused keeps trying.
     """
 
     def __init__(
@@ -131,8 +132,10 @@ class Routers:
         token: str = "",
         *,
         patience_s: float = 0.0,
+        restart_s: float = BEGIN_S,
     ) -> None:
         self.addresses = addresses
+        self.restart_s = restart_s
         self.explain = explain
         self.metadata = token_metadata(token)  # of a client's calls
         self.is_closed = False

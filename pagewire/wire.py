@@ -278,6 +278,7 @@ class CallFailure:
     is_router_lost: bool = False  # another router may succeed
     is_unready: bool = False  # the router answers, but cannot serve yet: it may soon
     retry_after_s: float = 0.0  # the router's advice
+    is_stopping: bool = False  # the router said that it stops
 
 
 # Makes a failure, given the limit of the call in seconds, which the message may name.
@@ -300,6 +301,7 @@ def failure_from(failure: grpc.aio.AioRpcError, address: str, timeout_s: float) 
         is_router_lost(failure),
         _is_unready(failure.code(), details),
         _retry_after_s(details) or 0.0,
+        _is_stopping(details),
     )
 
 
@@ -320,6 +322,7 @@ def failure_from_status(serialized: bytes, address: str, timeout_s: float) -> Ca
         is_lost,
         _is_unready(code, status),
         _retry_after_s(status) or 0.0,
+        is_lost,
     )
 
 

@@ -12,13 +12,14 @@ import time
 import grpc
 import openai
 import pytest
+from google.rpc import error_details_pb2
 
 from http_gateway.answers import Answers
 from http_gateway.config import GatewayConfig
 from http_gateway.found_routers import FoundRouters
 from http_gateway.server import GatewayServer
 from observability.logs import ATTRIBUTE
-from pagewire import ClosedError, UnavailableError, calls
+from pagewire import ClosedError, UnavailableError, calls, resumption
 from pagewire.protos import common_pb2
 from pagewire.routers import Connector
 from router import front
@@ -445,6 +446,42 @@ def test_a_router_that_is_away_is_told_at_once_and_found_when_it_comes_back():
                 async with asyncio.timeout(5):
                     while (await ask()).status == 200:
                         await asyncio.sleep(0.01)
+        finally:
+            await server.stop(0.0)
+
+    asyncio.run(scenario())
+
+
+def test_a_router_that_stops_is_waited_for_until_its_next_start(monkeypatch):
+    monkeypatch.setattr(resumption, "BEGIN_S", 0.2)
+    asked = []
+
+    async def stopping(request, context):
+        asked.append(time.monotonic())
+        stops = error_details_pb2.ErrorInfo(reason="ROUTER_STOPS", domain="pagewire")
+        await abort(context, grpc.StatusCode.UNAVAILABLE, "the router is stopping", stops)
+        yield
+
+    async def scenario():
+        where = []
+
+        async def find_routers():
+            return where
+
+        server = GatewayServer(find_routers, config=GatewayConfig(), host="127.0.0.1", port=0)
+        try:
+            host, _, port = (await server.start()).rpartition(":")
+            asking = asyncio.to_thread(exchange, (host, int(port)), request(TEXT, body_of(TEXT)))
+            async with serving(two_words) as (next_start, _):
+                async with serving(stopping) as (router, _):
+                    where[:] = [router]
+                    answer = asyncio.create_task(asking)
+                    async with asyncio.timeout(10):
+                        while not asked or time.monotonic() < asked[0] + resumption.BEGIN_S:
+                            await asyncio.sleep(0.01)
+                    assert not answer.done()
+                    where[:] = [next_start]
+                assert (await answer).status == 200
         finally:
             await server.stop(0.0)
 
