@@ -114,7 +114,7 @@ class ClusterConfig:
     )
     port: int = option(
         50051,
-        "Port of the router; 0: a free one, of port_range if that is given.",
+        "Port of the router; 0: a free one at each start, of port_range if that is given.",
         at_least=0,
         at_most=65535,
     )
