@@ -116,6 +116,10 @@ class _Call(Generic[Result]):
         """Do the work, in the engine's thread, and tell the loop."""
         try:
             result = self._work()
+        except StopIteration as error:  # no future takes it, and its maker would wait for ever
+            told = RuntimeError("a call of the engine raised StopIteration")
+            told.__cause__ = error
+            self._tell(partial(self.fail, told))
         except BaseException as error:
             self._tell(partial(self.fail, error))
         else:

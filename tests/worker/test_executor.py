@@ -73,14 +73,21 @@ def test_the_loop_runs_on_while_a_step_is_waited_for() -> None:
     assert engine.thread_names == {"engine"}
 
 
-def test_an_exception_propagates_and_the_next_step_works() -> None:
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (RuntimeError("the device is on fire"), "on fire"),
+        (StopIteration(), "raised StopIteration"),  # which no future takes
+    ],
+)
+def test_an_exception_propagates_and_the_next_step_works(failure: Exception, told: str) -> None:
     engine = GatedEngine()
     engine.gate.set()
-    engine.failure = RuntimeError("the device is on fire")
+    engine.failure = failure
     executor = ThreadExecutor(engine, max_call_s=60.0)
 
-    with pytest.raises(RuntimeError, match="on fire"):
-        asyncio.run(run_step(executor))
+    with pytest.raises(RuntimeError, match=told):
+        asyncio.run(asyncio.wait_for(run_step(executor), 10))
     engine.failure = None
     asyncio.run(run_step(executor))
     executor.close()
