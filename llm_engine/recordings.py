@@ -57,7 +57,7 @@ def needs_results() -> bool:
 
 
 def run_until_recorded(run: Callable[[], object]) -> None:
-    """Have work of a new kind launched for its kernels, then recorded; where it compiles, once.
+    """Have work launched for its kernels, then recorded; where it compiles, once.
 
     Args:
         run: Calls `Recordings.run`; results are arbitrary.
@@ -75,7 +75,7 @@ class Recordings(Generic[Kind, Result]):
     """Recordings of work by kind, valid as long as the buffers whose addresses they contain.
 
     The first work of a kind is launched kernel by kernel, which loads the kernels; the second one
-    is recorded.
+    is recorded. Work that only loads kernels never is.
 
     Args:
         buffers: Objects whose addresses recordings contain, besides those that never change.
@@ -100,9 +100,9 @@ class Recordings(Generic[Kind, Result]):
         """
         if only_compiles():  # a recording would have no kernels
             return work()
-        if kind not in self._repeats:
+        if kind not in self._repeats or not needs_results():  # a recording would lack layers
             result = work()
-            self._repeats[kind] = None
+            self._repeats.setdefault(kind, None)
             return result
         repeat = self._repeats[kind]
         if repeat is None:

@@ -159,6 +159,20 @@ def test_passes_of_all_sizes_are_recorded_before_service(
     assert recorder.num_repeated == 4
 
 
+def test_a_pass_that_only_loads_kernels_is_not_recorded_though_its_size_has_run(
+    engine: Engine, recorders: list[LaunchRecorder]
+) -> None:
+    ahead = recording(engine, num_seats=0)
+    sequences = sequences_of(SIZES[0])
+    expected = results_of(engine, sequences)
+    results_of(ahead, sequences)
+
+    prompts_of(ahead).warm_up(max_tokens=SIZES[0])
+
+    assert_equal(results_of(ahead, sequences), expected)
+    assert [each.num_recorded for each in recorders] == [1]
+
+
 def test_no_pass_of_more_tokens_than_a_step_has_is_recorded(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
