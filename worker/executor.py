@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
+from traceback import clear_frames
 from typing import Any, Generic, Protocol, TypeVar
 
 from llm_engine.engine_api import EngineLike
@@ -121,6 +122,8 @@ class _Call(Generic[Result]):
             told.__cause__ = error
             self._tell(partial(self.fail, told))
         except BaseException as error:
+            # Else it would hold the tensors of a failed pass, while that is computed in halves.
+            clear_frames(error.__traceback__)
             self._tell(partial(self.fail, error))
         else:
             self._tell(partial(self._succeed, result))

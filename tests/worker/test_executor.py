@@ -1,6 +1,7 @@
 import asyncio
 import gc
 import threading
+import weakref
 
 import pytest
 
@@ -91,6 +92,26 @@ def test_an_exception_propagates_and_the_next_step_works(failure: Exception, tol
     engine.failure = None
     asyncio.run(run_step(executor))
     executor.close()
+
+
+def test_the_exception_of_a_pass_does_not_hold_its_tensors() -> None:
+    engine = GatedEngine()
+    tensors: list[weakref.ref[set[int]]] = []
+
+    def read() -> StepResult:
+        tensor: set[int] = set()
+        tensors.append(weakref.ref(tensor))
+        raise MemoryError(len(tensor))
+
+    engine.read = read  # type: ignore[method-assign]
+    executor = ThreadExecutor(engine, max_call_s=60.0)
+
+    with pytest.raises(MemoryError) as held:
+        asyncio.run(run_step(executor))
+    executor.close()
+
+    assert held.traceback[-1].name == "read"
+    assert [each() for each in tensors] == [None]
 
 
 def test_cancelling_a_read_waits_for_the_step_that_writes_pages() -> None:
