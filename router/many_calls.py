@@ -92,6 +92,7 @@ class ManyCalls:
         if begun:
             begun.is_cancelled = True
             begun.call.cancel()
+            del begun.call  # news may wait long, and prompts are large
             begun.note()
 
     def close(self, error: Exception | None = None) -> None:
@@ -152,12 +153,13 @@ class ManyCalls:
         calls, self._calls = self._calls, {}
         for begun in calls.values():
             begun.call.cancel()
+            del begun.call
 
     def _take(self, begun: "_Begun", results: Any) -> None:
         call_id, call = begun.call_id, begun.call
         call.take(lambda: results.add(call_id=call_id).response)
         if call.is_over:
-            del self._calls[call_id]
+            del self._calls[call_id], begun.call
             call.close()
             if call.error:
                 status = status_of(call.error).SerializeToString()
@@ -165,7 +167,10 @@ class ManyCalls:
 
 
 class _Begun:
-    """A call that was begun."""
+    """A call that was begun.
+
+    A timer of its stream may hold this for long after its end, which `call` does not outlast.
+    """
 
     __slots__ = ("_has_news", "_news", "call", "call_id", "is_cancelled", "is_noted")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,10 @@ from google.rpc import status_pb2
 from pagewire.protos import common_pb2, inference_pb2, worker_pb2
 from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY, READS_TOKENS_KEY
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from router.dispatch import Dispatcher
+from router.generation import Generation
 from router.pacing import TICK_S
+from router.session import Stream
 from tests.router.scripted_worker import (
     RouterUnderTest,
     ScriptedWorker,
@@ -307,6 +311,33 @@ def test_a_call_cancelled_while_its_tokens_gather_ends_once() -> None:
 
             assert caller.ends == {1: "CANCELLED", 2: "OK"}
 
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_no_timer_of_a_call_holds_its_prompt_after_its_end(
+    is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Generation]] = []
+
+    def noted(self: Dispatcher, generation: Generation, *rest: Any) -> Stream:
+        made.append(weakref.ref(generation))
+        return open_stream(self, generation, *rest)
+
+    async def scenario() -> None:
+        async with running_router(ScriptedWorker("decode-0")) as tested, calling(tested) as caller:
+            await caller.start(1, asking(400 if is_cancelled else 10), interval_ms=10_000)
+            await caller.read()
+            await asyncio.sleep(0.05)  # tokens gather
+            if is_cancelled:
+                await caller.cancel(1)
+            await caller.read_until_ended(1)
+            await asyncio.sleep(0.05)
+
+            assert [each() for each in made] == [None]
+
+    open_stream = Dispatcher.open
+    monkeypatch.setattr(Dispatcher, "open", noted)
     run_virtual(scenario())
 
 
