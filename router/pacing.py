@@ -2,9 +2,8 @@
 
 A message costs the router CPU time however many tokens it carries: about 45 us if each request is a
 separate gRPC call, about 11 us in a stream that calls share, about 3 us there if it is a row of
-columns. A token costs 3 us or more. So the tokens
-of a stream gather after each of its messages; the more streams there are, the longer. With few
-streams no token waits.
+columns. A token costs 3 us or more. So the tokens of a stream gather after each of its messages;
+the more streams there are, the longer. With few streams no token waits.
 """
 
 import asyncio
