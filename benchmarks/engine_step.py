@@ -30,6 +30,9 @@ from llm_engine.engine_step import EngineStep, SeatPages, SeatStart
 from llm_engine.load_engine import load_engine
 from llm_engine.sampling import Draw, SamplingParams, SequenceSlice
 
+# Measures steps: of an engine, by what launches one, with the name of the case and repetitions
+Measure = Callable[[Engine, Callable[[], None], str, int], dict[str, Any]]
+
 WARM_UP_STEPS = 4  # the first of a kind loads what it needs, the second is recorded
 ROOM_FOR_STEPS = 192  # tokens of each sequence of a case for which the pool must have room
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20)
@@ -182,10 +185,10 @@ class Steps:
         return [page_id * 4099 % num_pages for page_id in range(first, self._next_page)]
 
 
-def run_case(engine: Engine, case: Case, repetitions: int) -> dict[str, Any]:
-    """Time one case."""
+def run_case(engine: Engine, case: Case, repetitions: int, *, measure: Measure) -> dict[str, Any]:
+    """Measure steps that decode."""
     steps = Steps(engine, case)
-    result = timed(engine, steps.launch, case.name, repetitions)
+    result = measure(engine, steps.launch, case.name, repetitions)
     steps.end()
     return result
 
@@ -202,10 +205,12 @@ def timed(
     }
 
 
-def run_prompt(engine: Engine, tokens: int, context: int, repetitions: int) -> dict[str, Any]:
-    """Time passes over the end of one prompt, each of which draws a token."""
+def run_prompt(
+    engine: Engine, tokens: int, context: int, repetitions: int, *, measure: Measure
+) -> dict[str, Any]:
+    """Measure passes over the end of one prompt, each of which draws a token."""
     step = EngineStep(slices=(end_of_prompt(engine, tokens, context),))
-    return timed(engine, partial(engine.launch, step), prompt_name(tokens, context), repetitions)
+    return measure(engine, partial(engine.launch, step), prompt_name(tokens, context), repetitions)
 
 
 def run_beside(engine: Engine, batch: int, tokens: int, repetitions: int) -> dict[str, Any]:
@@ -233,15 +238,22 @@ def end_of_prompt(engine: Engine, tokens: int, context: int) -> SequenceSlice:
     )
 
 
-def runs_of(engine: Engine) -> Iterator[Run]:
-    """Yield all cases."""
+def runs_of(engine: Engine, *, measure: Measure) -> Iterator[Run]:
+    """Yield the cases that decode, and those of a prompt alone."""
     page_size = engine.layout.page_size
     for case in CASES:
-        yield Run(case.name, case.num_pages(page_size), partial(run_case, engine, case))
+        run = partial(run_case, engine, case, measure=measure)
+        yield Run(case.name, case.num_pages(page_size), run)
     for tokens, context in PROMPTS:
         num_pages = num_pages_for(context + tokens, page_size)
-        run = partial(run_prompt, engine, tokens, context)
+        run = partial(run_prompt, engine, tokens, context, measure=measure)
         yield Run(prompt_name(tokens, context), num_pages, run)
+
+
+def timed_runs(engine: Engine) -> Iterator[Run]:
+    """Yield all cases of this benchmark."""
+    yield from runs_of(engine, measure=timed)
+    page_size = engine.layout.page_size
     for batch, tokens in BESIDE:
         case = Case(batch=batch, shared=0, own=BESIDE_CONTEXT)
         num_pages = case.num_pages(page_size) + num_pages_for(BESIDE_CONTEXT + tokens, page_size)
@@ -296,4 +308,4 @@ def main_of(
 
 
 if __name__ == "__main__":
-    main_of("engine_step", __doc__, runs_of, repetitions=60)
+    main_of("engine_step", __doc__, timed_runs, repetitions=60)

@@ -13,7 +13,7 @@ the sum may exceed `busy_ms`.
 import importlib
 import pkgutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -24,21 +24,13 @@ from triton.runtime.jit import JITFunction
 
 import attn_kernels
 from benchmarks.engine_step import (
-    CASES,
-    PROMPTS,
     WARM_UP_STEPS,
-    Case,
-    Run,
-    Steps,
     ahead_ms,
-    end_of_prompt,
     main_of,
     one_by_one_ms,
-    prompt_name,
+    runs_of,
 )
-from kv_cache.layout import num_pages_for
 from llm_engine.engine import Engine
-from llm_engine.engine_step import EngineStep
 
 COPIES, OF_TORCH = "copies", "torch"
 
@@ -111,31 +103,5 @@ def profiled(
     return {"case": name, "ms": round(plain_ms, 3)} | summary(spans, repetitions + 1)
 
 
-def profile_case(engine: Engine, case: Case, repetitions: int) -> dict[str, Any]:
-    """Profile steps that decode."""
-    steps = Steps(engine, case)
-    found = profiled(engine, steps.launch, case.name, repetitions)
-    steps.end()
-    return found
-
-
-def profile_prompt(engine: Engine, tokens: int, context: int, repetitions: int) -> dict[str, Any]:
-    """Profile passes over the end of a prompt."""
-    step = EngineStep(slices=(end_of_prompt(engine, tokens, context),))
-    launch = partial(engine.launch, step)
-    return profiled(engine, launch, prompt_name(tokens, context), repetitions)
-
-
-def runs_of(engine: Engine) -> Iterator[Run]:
-    """Yield all cases."""
-    page_size = engine.layout.page_size
-    for case in CASES:
-        yield Run(case.name, case.num_pages(page_size), partial(profile_case, engine, case))
-    for tokens, context in PROMPTS:
-        num_pages = num_pages_for(context + tokens, page_size)
-        run = partial(profile_prompt, engine, tokens, context)
-        yield Run(prompt_name(tokens, context), num_pages, run)
-
-
 if __name__ == "__main__":
-    main_of("step_profile", __doc__, runs_of, repetitions=20)
+    main_of("step_profile", __doc__, partial(runs_of, measure=profiled), repetitions=20)

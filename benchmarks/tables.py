@@ -10,7 +10,7 @@ benchmarks/results/:
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from benchmarks.figures import FLASHINFER_CASCADE, FLASHINFER_DECODE, read_times
@@ -369,6 +369,7 @@ def main() -> None:
         path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
+@cache
 def _hardware_in_short(file: str) -> str:
     content = json.loads((RESULTS / file).read_text(encoding="utf-8"))
     return in_short(content["hardware"])

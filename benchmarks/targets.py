@@ -7,6 +7,7 @@ at the client.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import mean
 
@@ -197,6 +198,7 @@ def _relay(file: str) -> Iterator[Outcome]:
         )
 
 
+@cache
 def _rows(file: str) -> dict[str, Row]:
     content = json.loads((RESULTS / file).read_text(encoding="utf-8"))
     return {row["case"]: row for row in content["cases"] if "error" not in row}
