@@ -104,7 +104,7 @@ def _short(case: str) -> str:
 def linear() -> str:
     """The four products of all layers, beside torch's."""
     us: dict[int, dict[bool, float]] = defaultdict(lambda: defaultdict(float))
-    for row in _content("linear-h200.json"):
+    for row in _content("linear-h100.json"):
         if row["weight"] in LAYER_WEIGHTS and (row["is_shipped"] or row["tile"] == "torch"):
             us[row["num_rows"]][row["is_shipped"]] += NUM_LAYERS * row["us"]
     values = [
@@ -114,7 +114,7 @@ def linear() -> str:
     return draw(
         bars(
             "Linear layers of Llama-3-8B, all four products of 32 layers, logarithmic",
-            ("One NVIDIA H200, bfloat16, medians with a cold L2 cache (shorter is better).",),
+            ("One NVIDIA H100, bfloat16, medians with a cold L2 cache (shorter is better).",),
             values,
             series=(("Pagewire", BLUE), ("torch 2.11", ORANGE)),
             is_logarithmic=True,
@@ -183,7 +183,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "targets": targets,
     "engine-step": engine_step,
     "step-profile": step_profile,
-    "linear-h200": linear,
+    "linear-h100": linear,
     "relay": relay,
     "gateway": gateway,
     "kills": kills,

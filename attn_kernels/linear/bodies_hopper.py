@@ -5,7 +5,8 @@ a ring in shared memory (TMA), and one to three warpgroups multiply. The copies 
 tiles, so that a tile's first operands arrive while the results of the tile before are stored.
 
 The instruction takes 64 rows of the first operand for each warpgroup, and up to 256 of the second
-one. Weights come first where there are few inputs: then those need not fill 64 rows.
+one. Weights come first where there are few inputs: then those need not fill 64 rows. Blocks are
+powers of two; a tile of other heights has a second product, its tail.
 
 The copy engine fills rows outside of a matrix slowly. So the last tile of a row or column of tiles
 begins where it ends with the matrix, and what it shares with the tile before is written twice, with
@@ -33,38 +34,40 @@ GATE_GROUP = gl.constexpr(plan.GATE_GROUP)
 
 @gluon.jit
 def place_of(
-    tile, num_rows, num_out, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BAND: gl.constexpr
+    tile, num_rows, num_out, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BAND: gl.constexpr
 ):
     # First row and first output of a tile. As in bodies.py: bands of BAND row tiles, which change
     # fastest.
-    num_row_tiles = (num_rows + BLOCK_M - 1) // BLOCK_M
+    num_row_tiles = (num_rows + ROWS - 1) // ROWS
     num_out_tiles = (num_out + BLOCK_N - 1) // BLOCK_N
     tiles_per_band = BAND * num_out_tiles
     first_row_tile = tile // tiles_per_band * BAND
     band = gl.minimum(num_row_tiles - first_row_tile, BAND)
     place = tile % tiles_per_band
-    row = (first_row_tile + place % band) * BLOCK_M
+    row = (first_row_tile + place % band) * ROWS
     output = place // band * BLOCK_N
-    row = gl.minimum(row, gl.maximum(num_rows - BLOCK_M, 0))
+    row = gl.minimum(row, gl.maximum(num_rows - ROWS, 0))
     return row, gl.minimum(output, gl.maximum(num_out - BLOCK_N, 0))
 
 
 @gluon.jit
-def num_tiles_of(num_rows, num_out, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    return ((num_rows + BLOCK_M - 1) // BLOCK_M) * ((num_out + BLOCK_N - 1) // BLOCK_N)
+def num_tiles_of(num_rows, num_out, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    return ((num_rows + ROWS - 1) // ROWS) * ((num_out + BLOCK_N - 1) // BLOCK_N)
 
 
 @gluon.jit
 def copy_operands(
     x_desc,
+    x_tail_desc,
     weight_desc,
     buffers,
     sizes,
     BLOCK_M: gl.constexpr,
+    TAIL: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BAND: gl.constexpr,
 ):
-    x_bufs, weight_bufs, _, full, empty = buffers
+    x_bufs, x_tails, weight_bufs, _, _, full, empty = buffers
     num_rows, num_out, num_in = sizes
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_K: gl.constexpr = x_bufs.shape[2]
@@ -72,12 +75,12 @@ def copy_operands(
     WEIGHT_ROWS: gl.constexpr = weight_desc.block_type.shape[0]
     X_BOXES: gl.constexpr = BLOCK_M // X_ROWS
     WEIGHT_BOXES: gl.constexpr = BLOCK_N // WEIGHT_ROWS
-    STAGE_BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * 2
-    num_tiles = num_tiles_of(num_rows, num_out, BLOCK_M, BLOCK_N)
+    STAGE_BYTES: gl.constexpr = (BLOCK_M + TAIL + BLOCK_N) * BLOCK_K * 2
+    num_tiles = num_tiles_of(num_rows, num_out, BLOCK_M + TAIL, BLOCK_N)
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row, output = place_of(tile, num_rows, num_out, BLOCK_M, BLOCK_N, BAND)
+        row, output = place_of(tile, num_rows, num_out, BLOCK_M + TAIL, BLOCK_N, BAND)
         for start in range(0, num_in, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase)
             my_full = full.index(stage)
@@ -95,6 +98,10 @@ def copy_operands(
                     [row + box * X_ROWS, start],
                     my_full,
                     x_bufs.index(stage * X_BOXES + box),
+                )
+            if TAIL:
+                tma.async_copy_global_to_shared(
+                    x_tail_desc, [row + BLOCK_M, start], my_full, x_tails.index(stage)
                 )
             stage += 1
             wraps = stage == STAGES
@@ -162,8 +169,38 @@ def column_parts(x):
 
 
 @gluon.jit
+def store_swapped(
+    acc,
+    out_desc,
+    bias_ptr,
+    out_box,
+    row,
+    output,
+    num_out,
+    PENDING: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    IS_GATED: gl.constexpr,
+):
+    # [64, N] -> N rows of the result; the box is free as soon as PENDING stores are left
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, acc.shape[1], 16])
+    dtype: gl.constexpr = out_box.dtype
+    if HAS_BIAS:
+        outputs = output + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout))
+        bias = gl.load(bias_ptr + outputs, mask=outputs < num_out, other=0.0)
+        acc += gl.expand_dims(bias.to(gl.float32), 1)
+    if IS_GATED:
+        acc = gated_rows(acc, dtype)
+        output = output // 2
+    tma.store_wait(PENDING)
+    out_box.permute((1, 0)).store(acc.to(dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [row, output], out_box)
+
+
+@gluon.jit
 def multiply(
     out_desc,
+    out_tail_desc,
     bias_ptr,
     buffers,
     sizes,
@@ -171,12 +208,13 @@ def multiply(
     IS_GATED: gl.constexpr,
     IS_SWAPPED: gl.constexpr,
     BLOCK_M: gl.constexpr,
+    TAIL: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BAND: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     WARPGROUP: gl.constexpr,
 ):
-    x_bufs, weight_bufs, out_boxes, full, empty = buffers
+    x_bufs, x_tails, weight_bufs, out_boxes, out_tails, full, empty = buffers
     num_rows, num_out, num_in = sizes
     STAGES: gl.constexpr = full.shape[0]
     BLOCK_K: gl.constexpr = x_bufs.shape[2]
@@ -184,12 +222,16 @@ def multiply(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     dtype: gl.constexpr = x_bufs.dtype
     OUT_BOXES: gl.constexpr = out_boxes.shape[0] // WARPGROUPS
-    num_tiles = num_tiles_of(num_rows, num_out, BLOCK_M, BLOCK_N)
+    num_tiles = num_tiles_of(num_rows, num_out, BLOCK_M + TAIL, BLOCK_N)
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row, output = place_of(tile, num_rows, num_out, BLOCK_M, BLOCK_N, BAND)
+        row, output = place_of(tile, num_rows, num_out, BLOCK_M + TAIL, BLOCK_N, BAND)
         acc = gl.zeros([GROUP_ROWS, COLUMNS], gl.float32, layout)
+        if TAIL:
+            tail_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
+            weight_layout: gl.constexpr = gl.DotOperandLayout(0, tail_layout, 2)
+            tail = gl.zeros([GROUP_ROWS, TAIL], gl.float32, tail_layout)
         for start in range(0, num_in, BLOCK_K):
             mbarrier.wait(full.index(stage), phase)
             if IS_SWAPPED:
@@ -198,9 +240,19 @@ def multiply(
             else:
                 first = x_bufs.index(stage * WARPGROUPS + WARPGROUP)
                 second = weight_bufs.index(stage).permute((1, 0))
-            acc = warpgroup_mma(first, second, acc, is_async=True)
-            # The product before is done: its operands may be replaced.
-            acc = warpgroup_mma_wait(1, deps=[acc])
+            # After each wait the products before the last one are done: their operands may be
+            # replaced.
+            if TAIL:
+                # From registers: a narrow product that reads the weights from shared memory again
+                # takes as long as one of 48 rows.
+                weights = first.load(weight_layout)
+                x_tail = x_tails.index(stage).permute((1, 0))
+                tail = warpgroup_mma(weights, x_tail, tail, is_async=True)
+                acc = warpgroup_mma(first, second, acc, is_async=True)
+                acc, tail = warpgroup_mma_wait(1, deps=[acc, tail])
+            else:
+                acc = warpgroup_mma(first, second, acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=[acc])
             mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1, pred=start > 0)
             stage += 1
             wraps = stage == STAGES
@@ -211,18 +263,16 @@ def multiply(
 
         if IS_SWAPPED:
             output += WARPGROUP * GROUP_ROWS
-            if HAS_BIAS:
-                outputs = output + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout))
-                bias = gl.load(bias_ptr + outputs, mask=outputs < num_out, other=0.0)
-                acc += gl.expand_dims(bias.to(gl.float32), 1)
-            if IS_GATED:
-                acc = gated_rows(acc, dtype)
-                output = output // 2
-            tma.store_wait(OUT_BOXES - 1)
-            out_box = out_boxes.index(WARPGROUP)
-            out_box.permute((1, 0)).store(acc.to(dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [row, output], out_box)
+            NUM_STORES: gl.constexpr = 2 if TAIL else 1
+            store_swapped(
+                acc, out_desc, bias_ptr, out_boxes.index(WARPGROUP), row, output, num_out,
+                NUM_STORES - 1, HAS_BIAS, IS_GATED,
+            )  # fmt: skip
+            if TAIL:
+                store_swapped(
+                    tail, out_tail_desc, bias_ptr, out_tails.index(WARPGROUP), row + BLOCK_M,
+                    output, num_out, NUM_STORES - 1, HAS_BIAS, IS_GATED,
+                )  # fmt: skip
         else:
             row += WARPGROUP * GROUP_ROWS
             NUM_STORED: gl.constexpr = COLUMNS // 2 if IS_GATED else COLUMNS
@@ -256,7 +306,9 @@ def multiply(
 @gluon.jit(do_not_specialize=["num_rows", "num_out", "num_in"])
 def linear_hopper_kernel(
     out_desc,  # [num_rows, num_out], or [num_rows, num_out / 2] if IS_GATED
+    out_tail_desc,  # the same in boxes of TAIL rows, if that is not 0
     x_desc,  # [num_rows, num_in]
+    x_tail_desc,  # likewise
     weight_desc,  # [num_out, num_in]
     bias_ptr,  # [num_out]; read only if HAS_BIAS
     num_rows,
@@ -266,6 +318,7 @@ def linear_hopper_kernel(
     IS_GATED: gl.constexpr,
     IS_SWAPPED: gl.constexpr,
     BLOCK_M: gl.constexpr,  # rows
+    TAIL: gl.constexpr,  # rows after those, 0 unless IS_SWAPPED
     BLOCK_N: gl.constexpr,  # outputs
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,  # parts of both operands in shared memory
@@ -285,6 +338,11 @@ def linear_hopper_kernel(
     )
     OUT_SHAPE: gl.constexpr = [WARPGROUPS * OUT_BOXES] + out_desc.block_type.shape  # noqa: RUF005
     out_boxes = gl.allocate_shared_memory(dtype, OUT_SHAPE, out_desc.layout)
+    x_tails, out_tails = x_bufs, out_boxes
+    if TAIL:
+        x_tails = gl.allocate_shared_memory(dtype, [STAGES, TAIL, BLOCK_K], x_tail_desc.layout)
+        TAIL_SHAPE: gl.constexpr = [WARPGROUPS] + out_tail_desc.block_type.shape  # noqa: RUF005
+        out_tails = gl.allocate_shared_memory(dtype, TAIL_SHAPE, out_tail_desc.layout)
     barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
@@ -293,7 +351,7 @@ def linear_hopper_kernel(
         mbarrier.init(empty.index(stage), count=WARPGROUPS)
     fence_async_shared()
 
-    buffers = (x_bufs, weight_bufs, out_boxes, full, empty)
+    buffers = (x_bufs, x_tails, weight_bufs, out_boxes, out_tails, full, empty)
     sizes = (num_rows, num_out, num_in)
     if WARPGROUPS == 1:
         gl.warp_specialize(
@@ -301,11 +359,17 @@ def linear_hopper_kernel(
                 (
                     multiply,
                     (
-                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED, IS_SWAPPED, BLOCK_M,
-                        BLOCK_N, BAND, WARPGROUPS, 0,
+                        out_desc, out_tail_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED,
+                        IS_SWAPPED, BLOCK_M, TAIL, BLOCK_N, BAND, WARPGROUPS, 0,
                     ),
                 ),
-                (copy_operands, (x_desc, weight_desc, buffers, sizes, BLOCK_M, BLOCK_N, BAND)),
+                (
+                    copy_operands,
+                    (
+                        x_desc, x_tail_desc, weight_desc, buffers, sizes, BLOCK_M, TAIL, BLOCK_N,
+                        BAND,
+                    ),
+                ),
             ],
             [1],
             [24],
@@ -316,18 +380,24 @@ def linear_hopper_kernel(
                 (
                     multiply,
                     (
-                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED, IS_SWAPPED, BLOCK_M,
-                        BLOCK_N, BAND, WARPGROUPS, 0,
+                        out_desc, out_tail_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED,
+                        IS_SWAPPED, BLOCK_M, TAIL, BLOCK_N, BAND, WARPGROUPS, 0,
                     ),
                 ),
                 (
                     multiply,
                     (
-                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED, IS_SWAPPED, BLOCK_M,
-                        BLOCK_N, BAND, WARPGROUPS, 1,
+                        out_desc, out_tail_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED,
+                        IS_SWAPPED, BLOCK_M, TAIL, BLOCK_N, BAND, WARPGROUPS, 1,
                     ),
                 ),
-                (copy_operands, (x_desc, weight_desc, buffers, sizes, BLOCK_M, BLOCK_N, BAND)),
+                (
+                    copy_operands,
+                    (
+                        x_desc, x_tail_desc, weight_desc, buffers, sizes, BLOCK_M, TAIL, BLOCK_N,
+                        BAND,
+                    ),
+                ),
             ],
             [4, 1],
             [240, 24],
@@ -338,25 +408,31 @@ def linear_hopper_kernel(
                 (
                     multiply,
                     (
-                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED, IS_SWAPPED, BLOCK_M,
-                        BLOCK_N, BAND, WARPGROUPS, 0,
+                        out_desc, out_tail_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED,
+                        IS_SWAPPED, BLOCK_M, TAIL, BLOCK_N, BAND, WARPGROUPS, 0,
                     ),
                 ),
                 (
                     multiply,
                     (
-                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED, IS_SWAPPED, BLOCK_M,
-                        BLOCK_N, BAND, WARPGROUPS, 1,
+                        out_desc, out_tail_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED,
+                        IS_SWAPPED, BLOCK_M, TAIL, BLOCK_N, BAND, WARPGROUPS, 1,
                     ),
                 ),
                 (
                     multiply,
                     (
-                        out_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED, IS_SWAPPED, BLOCK_M,
-                        BLOCK_N, BAND, WARPGROUPS, 2,
+                        out_desc, out_tail_desc, bias_ptr, buffers, sizes, HAS_BIAS, IS_GATED,
+                        IS_SWAPPED, BLOCK_M, TAIL, BLOCK_N, BAND, WARPGROUPS, 2,
                     ),
                 ),
-                (copy_operands, (x_desc, weight_desc, buffers, sizes, BLOCK_M, BLOCK_N, BAND)),
+                (
+                    copy_operands,
+                    (
+                        x_desc, x_tail_desc, weight_desc, buffers, sizes, BLOCK_M, TAIL, BLOCK_N,
+                        BAND,
+                    ),
+                ),
             ],
             [4, 4, 1],
             [160, 160, 24],

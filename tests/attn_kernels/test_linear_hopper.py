@@ -88,10 +88,10 @@ def test_no_order_of_events_changes_the_result(tile: HopperLinearTile) -> None:
     [
         ("copy_operands", "mbarrier.wait(empty.index(stage), phase)", "pass"),
         ("copy_operands", "phase = 1", "phase = 0"),
-        ("copy_operands", "(BLOCK_M + BLOCK_N)", "(2 * BLOCK_M + BLOCK_N)"),
+        ("copy_operands", "(BLOCK_M + TAIL + BLOCK_N)", "(2 * BLOCK_M + BLOCK_N)"),
         ("multiply", "mbarrier.wait(full.index(stage), phase)", "pass"),
         ("multiply", "phase = gl.where(wraps, phase ^ 1, phase)", "pass"),
-        ("multiply", "warpgroup_mma_wait(1, deps", "warpgroup_mma_wait(2, deps"),
+        ("multiply", "warpgroup_mma_wait(1, deps=[acc])", "warpgroup_mma_wait(2, deps=[acc])"),
         ("multiply", ", pred=start > 0)", ")"),
         (
             "multiply",
@@ -110,8 +110,39 @@ def test_no_order_of_events_changes_the_result(tile: HopperLinearTile) -> None:
 def test_the_emulation_sees_what_a_kernel_forgets(
     monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str
 ) -> None:
-    x, weight = randn("cpu", BF16, 200, 136), randn("cpu", BF16, 1616, 136, seed=1)
     tile = HopperLinearTile(block_m=128, block_n=256, block_k=64, num_stages=2)
+
+    assert_sees(monkeypatch, tile, name, old, new)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("copy_operands", "(BLOCK_M + TAIL + BLOCK_N)", "(BLOCK_M + BLOCK_N)"),
+        (
+            "multiply",
+            "warpgroup_mma_wait(1, deps=[acc, tail]",
+            "warpgroup_mma_wait(3, deps=[acc, tail]",
+        ),
+        ("multiply", "2 if TAIL else 1", "9"),
+        ("store_swapped", "fence_async_shared()", "pass"),
+    ],
+)
+def test_the_emulation_sees_what_a_tail_forgets(
+    monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str
+) -> None:
+    tile = HopperLinearTile(
+        block_m=128, tail_m=32, block_n=128, block_k=64, num_stages=2, is_swapped=True
+    )
+
+    assert_sees(monkeypatch, tile, name, old, new)
+
+
+def assert_sees(
+    monkeypatch: pytest.MonkeyPatch, tile: HopperLinearTile, name: str, old: str, new: str
+) -> None:
+    """Assert that a tile is right, and that the emulation finds out if a piece is replaced."""
+    x, weight = randn("cpu", BF16, 200, 136), randn("cpu", BF16, 1616, 136, seed=1)
     expected = emulate(x, weight, tile)
 
     def is_right(seed: int) -> bool:
@@ -140,7 +171,7 @@ def test_the_emulation_sees_what_a_kernel_forgets(
     ],
     ids=str,
 )
-def test_every_tile_compiles_to_the_one_instruction_and_the_copy_engine(
+def test_every_tile_compiles_to_one_instruction_a_block_and_the_copy_engine(
     tile: HopperLinearTile,
     is_gated: bool,
     dtype: torch.dtype,
@@ -155,9 +186,9 @@ def test_every_tile_compiles_to_the_one_instruction_and_the_copy_engine(
 
     assert compiled.shared_bytes <= MAX_SHARED_BYTES
     assert compiled.spill_bytes == 0
-    columns = tile.block_m if tile.is_swapped else tile.block_n
+    columns = {tile.block_m if tile.is_swapped else tile.block_n, tile.tail_m} - {0}
     shapes = set(re.findall(r"wgmma.mma_async.sync.aligned.(\w+)", compiled.ptx))
-    assert shapes == {f"m64n{columns}k16"}
+    assert shapes == {f"m64n{each}k16" for each in columns}
     assert "mma.sync" not in compiled.ptx
     assert "serialized" not in ptxas_notes(compiled.ptx)
     assert "cp.async.bulk.tensor.2d.shared" in compiled.ptx

