@@ -35,8 +35,8 @@ class EngineExecutor(Protocol):
 class ThreadExecutor:
     """Runs calls one after the other, in the order in which they were made; exceptions propagate.
 
-    A call that has begun cannot be stopped: cancelling waits for its end. A cancelled read has
-    still read its step, whose pages can then be handed out again.
+    A call that has begun cannot be stopped: cancelling it, also repeatedly, waits for its end. A
+    cancelled read has still read its step, whose pages can then be handed out again.
 
     The thread begins when the event loop lets go of the interpreter's lock, so little is done after
     a call is queued, and little before its outcome is read. With a ThreadPoolExecutor and
@@ -134,10 +134,11 @@ class _Call(Generic[Result]):
             self.outcome.set_exception(error)
 
     async def wait_over(self) -> None:
-        """Return when it is over; for a maker that was cancelled."""
-        if not self.is_over:
+        """Return when it is over, however often the maker is cancelled; for one that was."""
+        while not self.is_over:
             self.outcome = self._make_outcome()
-            await asyncio.wait([self.outcome])
+            with suppress(asyncio.CancelledError):  # the maker raises its first one
+                await asyncio.wait([self.outcome])
 
     def _succeed(self, result: Result) -> None:
         if self._ends():

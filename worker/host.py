@@ -176,7 +176,8 @@ class WorkerHost:
         except TimeoutError:
             await self._send_away(Draining("the worker stops"))
         if self._running is not None:
-            self._running.cancel()
+            if not self._running.cancelling():  # else another stop has: it waits for its parts
+                self._running.cancel()
             await asyncio.wait({self._running})
         await self._context.tasks.wait()
         await self._pool.close()

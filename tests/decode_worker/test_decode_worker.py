@@ -730,6 +730,23 @@ def test_a_request_has_its_own_time_for_a_connection_that_was_begun_ahead_of_it(
     run(scenario)
 
 
+def test_a_worker_that_is_stopped_again_still_waits_for_its_step() -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        decode = cluster.decode
+        stream = await router.submit(prompt_of(20), max_tokens=400)
+        await stream.has_tokens.wait()
+        decode.executor.slowdown = 100.0
+        await asyncio.sleep(0.1)
+        first = decode.process.spawn(decode.worker.stop(0.0))
+        await asyncio.sleep(0.1)
+        await decode.process.spawn(decode.worker.stop(0.0))
+        assert decode.executor.num_unread == 0
+        assert decode.held_pages == 0
+        await first
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("grace_s", [0.0, 30.0])
 def test_a_worker_that_stops_waits_for_nobody_whom_it_was_to_meet(grace_s: float) -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:

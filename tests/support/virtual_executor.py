@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from llm_engine.engine_step import EngineStep, StepResult
@@ -75,7 +76,9 @@ class VirtualExecutor:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            await asyncio.wait([task])  # a step that has begun cannot be stopped
+            while not task.done():  # a step that has begun cannot be stopped
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([task])
             if not task.cancelled():
                 task.exception()
             raise

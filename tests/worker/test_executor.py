@@ -114,15 +114,17 @@ def test_the_exception_of_a_pass_does_not_hold_its_tensors() -> None:
     assert [each() for each in tensors] == [None]
 
 
-def test_cancelling_a_read_waits_for_the_step_that_writes_pages() -> None:
+@pytest.mark.parametrize("times", [1, 3])
+def test_cancelling_a_read_waits_for_the_step_that_writes_pages(times: int) -> None:
     engine = GatedEngine()
     executor = ThreadExecutor(engine, max_call_s=60.0)
 
     async def run() -> None:
         call = asyncio.create_task(run_step(executor))
         await asyncio.to_thread(engine.started.wait, 10)
-        call.cancel()
-        await asyncio.sleep(0.01)
+        for _ in range(times):
+            call.cancel()
+            await asyncio.sleep(0.01)
         assert not call.done()
         engine.gate.set()
         with pytest.raises(asyncio.CancelledError):
