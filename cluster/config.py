@@ -302,6 +302,7 @@ class ClusterConfig:
                 workers_per_gpu=self.workers_per_gpu,
                 max_running_sequences=self.decode_worker.max_running_sequences,
             ),
+            *self._problems_of_tls(),
             *self._problems_of_ports(),
             *self._problems_of_times(),
         ]
@@ -327,6 +328,11 @@ class ClusterConfig:
         if self.pool_resources and self.device == "auto":
             allowed = "cpu or cuda with {}, because hosts may join later"
             yield _wrong("device", self.device, allowed, "pool_resources")
+
+    def _problems_of_tls(self) -> Iterator[WrongOption]:
+        if self.insecure and self.tls.is_on and self.front_tls.is_on:
+            allowed = "false with the certificates of tls and front_tls: no server listens in clear"
+            yield _wrong("insecure", self.insecure, allowed)
 
     def _problems_of_ports(self) -> Iterator[WrongOption]:
         if self.http_port and self.http_port == self.port:

@@ -101,7 +101,7 @@ def test_a_front_that_anyone_may_use_is_told_of(authority: Authority) -> None:
         config_of(authority, host="127.0.0.1"),
         config_of(authority, host="0.0.0.0", asks_clients=True),
         replace(config, router=replace(config.router, tenants_file="tenants.yaml")),
-        replace(config, insecure=True),
+        replace(config, tls=ClusterConfig().tls, insecure=True),
     ):
         assert told_if_open(known) == ""
 

@@ -320,6 +320,11 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
             "pool_resources: true\nray_address: auto",
             ["device: found 'auto'", "allowed: cpu or cuda with pool_resources"],
         ),
+        (
+            "insecure: true\nfront_tls: {certificate_file: a, key_file: b}\n"
+            "tls: {certificate_file: c, key_file: d, authority_file: e}",
+            ["cluster.yaml, line 1: insecure: found true; allowed: false with the certificates"],
+        ),
         ("ray_address: head", ["ray_address: found 'head'", "host:port"]),
         ("ray_address: ray://head:1", ["ray_address: found 'ray://head:1'", "host:port"]),
         ("ray_address: head:99999", ["ray_address: found 'head:99999'", "host:port"]),

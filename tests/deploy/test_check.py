@@ -104,6 +104,12 @@ def test_our_overlays_can_be_applied(name, capsys):
             "components/tls the probes connect over TLS",
         ),
         (
+            CONFIG,
+            "log_format: json",
+            "insecure: true",
+            "line 18: insecure: found true; allowed: fa",
+        ),
+        (
             KUSTOMIZATION,
             "  - ../../components/tls\n",
             "",

@@ -380,7 +380,15 @@ FAULTS = [
     ("stopping", configured("stop_grace_s: 30", "stop_grace_s: 60"), "head: is killed after 120 s"),
     ("stopping", hook("sleep 10", "sleep 60"), "prefill: is killed after 120 s; to stop takes up"),
     ("stopping", take(worker, "lifecycle"), "prefill: Ray does not wait"),
-    ("tls", configured("log_format: json", "insecure: true"), "or the configuration must say"),
+    (
+        "tls",
+        configured(
+            "front_tls:\n  certificate_file: /etc/pagewire-front-tls/tls.crt\n"
+            "  key_file: /etc/pagewire-front-tls/tls.key\n",
+            "insecure: true\n",
+        ),
+        "or the configuration must say",
+    ),
     ("tls", take(worker, "volumeMounts", 3), "ray-worker: finds certificates in {}, needs"),
     ("tls", take(router, "volumeMounts", 5), "router: finds certificates in"),
     ("tls", drop("Certificate", "pagewire-tls"), "finds certificates in"),
