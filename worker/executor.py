@@ -68,11 +68,11 @@ class ThreadExecutor:
         return await self._run(self._engine.read)
 
     def close(self) -> None:
-        """End the thread after the calls made so far; wait for that unless one hangs."""
+        """End the thread after the calls made so far; wait for that, but for none that hangs."""
         self._closed = True
         self._calls.put(None)
         if not self._hangs:
-            self._thread.join()
+            self._thread.join(self._max_call_s)  # a call may begin to hang only now
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         if self._closed:

@@ -157,6 +157,24 @@ def test_a_call_that_hangs_ends_in_time_and_none_follows_it(is_cancelled: bool) 
     engine.gate.set()
 
 
+def test_closing_does_not_wait_for_a_call_that_begins_to_hang() -> None:
+    engine = GatedEngine()
+    executor = ThreadExecutor(engine, max_call_s=0.05)
+    rescue = threading.Timer(5, engine.gate.set)
+    rescue.start()
+
+    async def run() -> None:
+        call = asyncio.create_task(run_step(executor))
+        await asyncio.to_thread(engine.started.wait, 10)
+        executor.close()  # the loop cannot notice the hang meanwhile
+        assert not engine.gate.is_set()
+        rescue.cancel()
+        engine.gate.set()
+        await asyncio.gather(call, return_exceptions=True)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_an_exception_that_nobody_waits_for_is_not_reported(is_cancelled: bool) -> None:
     engine = GatedEngine()
