@@ -7,7 +7,7 @@ breaks, the request continues over another session, as the next attempt.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -178,7 +178,9 @@ class Session:
     """The stream between this router and one incarnation of a decode worker."""
 
     def __init__(self, worker: Worker, router_id: str, contract_version: int) -> None:
+        assert worker.model, "it takes requests"
         self.worker = worker
+        self._vocab_size = worker.model.vocab_size
         self.streams: dict[str, Stream] = {}  # request_id |-> stream
         # Number of a choice, as told to the worker |-> whose it is
         self._numbered: dict[int, tuple[Stream, Choice]] = {}
@@ -254,8 +256,11 @@ class Session:
     def _receive(self, message: Any) -> None:
         now = asyncio.get_running_loop().time()
         columns = message.tokens
+        token_ids = columns.token_ids[:]  # a list, which is read in less time
+        if token_ids and max(token_ids) >= self._vocab_size:
+            self._end_unknown(columns.streams, token_ids)
         for number, token_id, index in zip(
-            columns.streams, columns.token_ids, columns.indices, strict=True
+            columns.streams, token_ids, columns.indices, strict=True
         ):
             if numbered := self._numbered.get(number):  # else the attempt is over
                 stream, choice = numbered
@@ -267,12 +272,28 @@ class Session:
         for each in message.deltas:
             if found := self.streams.get(each.request_id):  # else the request is over
                 try:
-                    self._feed(found, wire.delta(each, has_logprobs=found.has_logprobs), now)
+                    delta = wire.delta(each, has_logprobs=found.has_logprobs)
+                    if max(delta.token_ids, default=0) >= self._vocab_size:
+                        found.end_attempt(self._unknown(max(delta.token_ids)))
+                    else:
+                        self._feed(found, delta, now)
                 except Exception:
                     _crash(found)
         for each in message.failures:
             if found := self.streams.get(each.request_id):
                 found.on_failure(wire.failure(each))
+
+    def _end_unknown(self, numbers: Sequence[int], token_ids: Sequence[int]) -> None:
+        """End the attempts of choices for which a token came that the model does not have."""
+        for number, token_id in zip(numbers, token_ids, strict=True):
+            if token_id >= self._vocab_size and (numbered := self._numbered.get(number)):
+                numbered[0].end_attempt(self._unknown(token_id))
+
+    def _unknown(self, token_id: int) -> AttemptFailed:
+        return AttemptFailed(
+            f"{self.worker.member.worker_id}: token_ids: found {token_id}; allowed: 0 to "
+            f"{self._vocab_size - 1}"
+        )
 
     def _feed(self, stream: Stream, delta: Delta, now: float) -> None:
         stream.on_delta(delta, now)

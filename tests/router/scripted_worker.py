@@ -31,6 +31,7 @@ from tests.support.memory_grpc import MemoryNetwork
 from tests.support.virtual_time import seeded, wait_until
 
 PAGE_SIZE = 4
+VOCAB_SIZE = 400
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 EOS = 2
 
@@ -183,7 +184,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
             model=inference_pb2.Model(
                 name="tiny",
                 max_context_tokens=self.max_context_tokens,
-                vocab_size=400,
+                vocab_size=VOCAB_SIZE,
                 page_size=PAGE_SIZE,
                 max_choices=self.max_choices if self.pool == "decode" else 0,
             ),

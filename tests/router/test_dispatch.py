@@ -30,6 +30,7 @@ from tests.router.scripted_worker import (
     LENGTH,
     PAGE_SIZE,
     STOP,
+    VOCAB_SIZE,
     RouterUnderTest,
     ScriptedWorker,
     Serve,
@@ -368,6 +369,54 @@ def test_missing_tokens_are_never_skipped() -> None:
             assert answer.token_ids() == tokens(0, 10)
             assert len(worker.cancels) == 1, "the worker frees the attempt that was given up"
             assert [each.attempt for each in worker.submits] == [0, 1]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("token_id", [VOCAB_SIZE, 2**31, 2**32 - 1])
+@pytest.mark.parametrize("where", ["first", "alone", "among", "last"])
+def test_a_token_that_the_model_does_not_have_ends_the_attempt_alone(
+    where: str, token_id: int
+) -> None:
+    async def send_it(session: Session, submit: Submit) -> None:
+        before, count = {"first": (0, 1), "alone": (3, 1), "among": (3, 3), "last": (9, 1)}[where]
+        if before:
+            session.send(delta(submit, 0, 0, before))
+        wrong = [*tokens(0, before + count)[before:-1], token_id]
+        session.send(delta(submit, 0, before, count, token_ids=pack_token_ids(wrong)))
+        session.send(delta(submit, 0, before + count))  # too late: the attempt is over
+
+    async def main() -> None:
+        async def serve(session: Session, submit: Submit) -> None:
+            is_wrong = submit.sampling.max_tokens == 10 and submit.attempt == 0
+            await (send_it if is_wrong else honest)(session, submit)
+
+        worker = ScriptedWorker("decode-0", serve=serve)
+        async with running_router(worker) as tested:
+            other = asyncio.create_task(tested.generate(max_tokens=30))
+            await wait_until(lambda: bool(worker.submits))
+            answer = await tested.generate()
+
+            assert answer.error is None
+            assert answer.token_ids() == tokens(0, 10)
+            assert answer.usage.stats.resumptions == 1
+            assert (await other).token_ids() == tokens(0, 30)
+            assert other.result().usage.stats.resumptions == 0
+            assert len(worker.cancels) == 1, "the worker frees the attempt that was given up"
+
+    run_virtual(main())
+
+
+def test_a_worker_that_only_sends_tokens_of_no_model_gets_a_clear_error() -> None:
+    async def main() -> None:
+        async def send_it(session: Session, submit: Submit) -> None:
+            session.send(delta(submit, 0, 0, token_ids=pack_token_ids([VOCAB_SIZE])))
+
+        async with running_router(ScriptedWorker("decode-0", serve=send_it)) as tested:
+            answer = await tested.generate()
+
+            assert answer.error is not None
+            assert "token_ids: found 400; allowed: 0 to 399" in (answer.error.details() or "")
 
     run_virtual(main())
 
