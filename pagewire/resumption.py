@@ -2,8 +2,9 @@
 
 Before the first message, nothing has been delivered. A call that is lost, or that a router cannot
 serve yet, is then repeated, for at most a second after its start or the loss, so that a caller soon
-learns that it is not served. After the first message, another router, or the same one when it is
-back, continues from what was received. The client's limit bounds the search for that router.
+learns that it is not served; for five seconds where a router that has served may start again. After
+the first message, another router, or the same one when it is back, continues from what was
+received. The client's limit bounds the search for that router.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from pagewire.errors import (
 )
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import pack_token_ids, token_array
-from pagewire.routers import BEGIN_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, Routers
+from pagewire.routers import FIRST_PAUSE_S, LONGEST_PAUSE_S, Routers
 from pagewire.wire import AnswerPart, CallFailure, FailureWithin, NextToken, timed_out
 
 MAX_LOSSES = 16  # of routers, during one call
@@ -101,7 +102,7 @@ class ResumableCall:
         self._num_losses = 0
         self._lost: PagewireError | None = None  # the error of the latest loss; None: all is well
         self._lost_at = 0.0  # loop time
-        self._begin_s = BEGIN_S  # how long it goes on after that, if it has received nothing
+        self._begin_s = 0.0  # how long it goes on after that, if it has received nothing
         self._pause_s = FIRST_PAUSE_S
         self._start(timeout_s)
         self._timer = self._loop.call_at(self._deadline, self._time_out)
@@ -157,7 +158,7 @@ class ResumableCall:
 
     def _note(self, message: AnswerPart) -> None:
         if not self._has_begun:
-            self._has_begun = True
+            self._has_begun = self._routers.has_served = True
             self._is_resumed = self._request.HasField("resume")
             self._lost, self._pause_s = None, FIRST_PAUSE_S
             self._num_resumed += self._is_resumed
@@ -211,7 +212,7 @@ class ResumableCall:
             # A router that cannot serve may have waited for workers itself, and would do so again.
             self._lost, self._lost_at = error, self._began_at if is_early else now
             self._num_losses += 1
-            self._begin_s = self._routers.restart_s if failure.is_stopping else BEGIN_S
+            self._begin_s = self._routers.begin_s(failure)
         patience_s = self._resume_s if self._received else min(self._begin_s, self._resume_s)
         can_go_on = bool(self._token) or not self._received
         ends_at = min(self._lost_at + patience_s, self._deadline)

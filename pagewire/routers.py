@@ -21,6 +21,7 @@ from pagewire.tls import Tls, why_no_connection
 from pagewire.wire import CallFailure, failure_from
 
 BEGIN_S = 1.0  # for a call that has not begun
+RESTART_S = 5.0  # the same, while a router that has served may be starting again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two calls; each pause doubles
 MOST_IDLE_STREAMS = 64  # of idle callers, at each router
 
@@ -122,6 +123,9 @@ class Routers:
         token: Identifies the tenant of a client's calls; empty: none.
         patience_s: How long `call` keeps trying; 0: it tries each address once.
         restart_s: How long a generate call that a stopping router has refused keeps trying.
+
+    Attributes:
+        has_served: One of them has begun an answer, so the addresses are right.
     """
 
     def __init__(
@@ -132,15 +136,16 @@ class Routers:
         token: str = "",
         *,
         patience_s: float = 0.0,
-        restart_s: float = BEGIN_S,
+        restart_s: float = RESTART_S,
     ) -> None:
         self.addresses = addresses
-        self.restart_s = restart_s
+        self.has_served = False
         self.explain = explain
         self.metadata = token_metadata(token)  # of a client's calls
         self.is_closed = False
         self._channel_factory = channel_factory
         self._patience_s = patience_s
+        self._restart_s = restart_s
         self._current = 0
         self._connections: dict[str, _Connection] = {}  # by address
         self._streams: set[CallStream] = set()  # including those with only older calls
@@ -157,6 +162,15 @@ class Routers:
         """Whether there is a stream to the router in use, so that it is likely alive."""
         connection = self._connections.get(self.address)
         return connection is not None and any(each.is_open for each in connection.streams.values())
+
+    def begin_s(self, failure: CallFailure) -> float:
+        """Return how long a generate call that has received nothing keeps trying after a failure.
+
+        Where no router has ever served, the address may be wrong, which its caller should hear.
+        """
+        if failure.is_stopping:
+            return self._restart_s
+        return RESTART_S if failure.is_router_lost and self.has_served else BEGIN_S
 
     async def call(
         self,

@@ -19,7 +19,7 @@ from http_gateway.config import GatewayConfig
 from http_gateway.found_routers import FoundRouters
 from http_gateway.server import GatewayServer
 from observability.logs import ATTRIBUTE
-from pagewire import ClosedError, UnavailableError, calls, resumption
+from pagewire import ClosedError, UnavailableError, calls, routers
 from pagewire.protos import common_pb2
 from pagewire.routers import Connector
 from router import front
@@ -414,7 +414,9 @@ def test_the_router_is_asked_to_gather_what_nobody_waits_for():
 # Routers that leave
 
 
-def test_a_router_that_is_away_is_told_at_once_and_found_when_it_comes_back():
+def test_a_router_that_is_away_is_told_at_once_and_found_when_it_comes_back(monkeypatch):
+    monkeypatch.setattr(routers, "RESTART_S", 0.2)
+
     async def scenario():
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -453,7 +455,7 @@ def test_a_router_that_is_away_is_told_at_once_and_found_when_it_comes_back():
 
 
 def test_a_router_that_stops_is_waited_for_until_its_next_start(monkeypatch):
-    monkeypatch.setattr(resumption, "BEGIN_S", 0.2)
+    monkeypatch.setattr(routers, "BEGIN_S", 0.2)
     asked = []
 
     async def stopping(request, context):
@@ -477,7 +479,7 @@ def test_a_router_that_stops_is_waited_for_until_its_next_start(monkeypatch):
                     where[:] = [router]
                     answer = asyncio.create_task(asking)
                     async with asyncio.timeout(10):
-                        while not asked or time.monotonic() < asked[0] + resumption.BEGIN_S:
+                        while not asked or time.monotonic() < asked[0] + routers.BEGIN_S:
                             await asyncio.sleep(0.01)
                     assert not answer.done()
                     where[:] = [next_start]

@@ -134,6 +134,50 @@ def test_the_only_router_is_waited_for_and_goes_on_when_it_has_come_back() -> No
     in_cluster(FakeCluster(shape=SHAPE), body)
 
 
+@pytest.mark.parametrize("away_s", [0.5, 3.0])
+def test_a_new_call_waits_for_the_next_start_of_the_only_router(away_s: float) -> None:
+    async def body(cluster: FakeCluster) -> None:
+        specs = [
+            RequestSpec(name="r", prompt=tokens(30, seed=seed), params=GREEDY) for seed in (1, 2)
+        ]
+        client = client_of(cluster, "router-0")
+        assert_right(specs[0], await complete(client, specs[0]))
+
+        cluster.kill("router-0")
+        waiting = asyncio.create_task(complete(client, specs[1]))
+        await asyncio.sleep(away_s)
+        await cluster.start_router("router-0")
+
+        assert_right(specs[1], await waiting)
+        await client.aclose()
+
+    in_cluster(FakeCluster(shape=SHAPE), body)
+
+
+@pytest.mark.parametrize(
+    ("has_served", "resume_s", "waits_s"),
+    [(False, 30.0, 1.0), (True, 30.0, 5.0), (True, 0.0, 0.0)],
+)
+def test_a_new_call_without_any_router_fails_soon(
+    has_served: bool, resume_s: float, waits_s: float
+) -> None:
+    async def body(cluster: FakeCluster) -> None:
+        spec = RequestSpec(name="r", prompt=tokens(30, seed=1), params=GREEDY)
+        client = client_of(cluster, "router-0", resume_s=resume_s)
+        if has_served:
+            await complete(client, spec)
+        cluster.kill("router-0")
+        began_at = asyncio.get_running_loop().time()
+        with pytest.raises(ConnectionFailedError):
+            await complete(client, spec)
+
+        took_s = asyncio.get_running_loop().time() - began_at
+        assert 0.5 * waits_s <= took_s <= waits_s + 0.1
+        await client.aclose()
+
+    in_cluster(FakeCluster(shape=SHAPE), body)
+
+
 @pytest.mark.parametrize(("resume_s", "waits_s"), [(0.0, 0.0), (5.0, 5.0)])
 def test_a_client_gives_up_in_time_with_the_loss_that_it_had(
     resume_s: float, waits_s: float
