@@ -60,6 +60,11 @@ class RequestMetrics:
             SECONDS_IN_QUEUE,
         )
         self._preemptions = self._counter("num_preemptions", "Times that requests were preempted.")
+        self._decode = self._histogram(
+            "request_decode_time_seconds",
+            "From a call's first token to the end of its answer.",
+            SECONDS,
+        )
         self._per_token = self._histogram(
             "request_time_per_output_token_seconds",
             "Mean time of a call per token after the first.",
@@ -99,6 +104,7 @@ class RequestMetrics:
         self._prompt_length.labels(model).observe(usage.prompt_tokens)
         self._answer_length.labels(model).observe(usage.completion_tokens)
         self._queue.labels(model).observe(usage.stats.queue_ms / 1000)
+        self._decode.labels(model).observe(decode_s(usage))
         self._preemptions.labels(model).inc(usage.stats.preemptions)
         if usage.tpot_ms:
             self._per_token.labels(model).observe(usage.tpot_ms / 1000)
@@ -124,6 +130,11 @@ class RequestMetrics:
 
     def _histogram(self, name: str, meaning: str, bounds: tuple[float, ...]) -> Spreads:
         return Spreads(f"pagewire_{name}", meaning, BY_MODEL, self.registry, bounds=bounds)
+
+
+def decode_s(usage: inference_pb2.Usage) -> float:
+    """Return the time of a finished call from its first token on."""
+    return (usage.total_ms - usage.ttft_ms) / 1000
 
 
 class GapsCollector(Collector):

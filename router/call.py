@@ -20,6 +20,7 @@ from typing import Any
 
 from observability.logs import fields
 from observability.rare_line import RareLine
+from observability.request_metrics import decode_s
 from observability.tracing import NO_SPAN, NoSpan, begin_trace
 from router import wire
 from router.admission import Admission, Asking, IssueToken
@@ -267,6 +268,8 @@ class Call:
             usage = message.usage
             wire.write_usage(usage, generation)
             metrics.call_finished(model, usage, usage.stats.cached_tokens)
+            if generation.prefill_s is not None:
+                metrics.computed(model, prefill_s=generation.prefill_s, decode_s=decode_s(usage))
             metrics.answered(model, usage.total_ms / 1000)
 
     def _close(self, outcome: str) -> None:

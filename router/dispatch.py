@@ -427,6 +427,7 @@ class Dispatcher:
         )
         session.add(stream, message)
         if generation.attempt == 0:
+            generation.sent_at = now
             self._on_dispatched(now - stream.began_at)
 
     def _attempt_over(

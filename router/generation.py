@@ -306,7 +306,9 @@ class Generation:
         self.num_resumptions = 0  # attempts that continued an earlier one
         self.decode_workers: list[str] = []  # in order of use
         self.token_gaps: TokenGaps | None = None  # where time between tokens is counted
-        self.first_token_at: float | None = None  # loop time
+        self.sent_at = 0.0  # to its first worker; loop time
+        self.first_token_at: float | None = None
+        self.prefill_s: float | None = None  # first token - begin of the prompt at the worker
         self.last_token_at: float | None = None
         self.finished_at = 0.0  # valid when is_finished
         self.span = NO_SPAN  # of the call
@@ -438,6 +440,8 @@ class Generation:
         self.num_tokens += num_new
         if self.first_token_at is None:
             self.first_token_at = now
+            begun_at = self.sent_at + self.stats.queue_ms / 1000  # told with the first token
+            self.prefill_s = max(0.0, now - begun_at)
         if self.token_gaps and choice.last_token_at is not None:
             self.token_gaps.add(now - choice.last_token_at, num_new)
         self.last_token_at = choice.last_token_at = now

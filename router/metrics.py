@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from observability.cluster_metrics import Cluster, ClusterCollector
 from observability.request_metrics import (
+    SECONDS,
     SECONDS_IN_QUEUE,
     GapsCollector,
     RequestMetrics,
@@ -29,10 +30,25 @@ class RouterMetrics(RequestMetrics):
             "From a call's admission until it was first sent to a decode worker.",
             SECONDS_IN_QUEUE,
         )
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds",
+            "From the end of a call's time in the queue to its first token.",
+            SECONDS,
+        )
+        self._inference = self._histogram(
+            "request_inference_time_seconds",
+            "From the end of a call's time in the queue to the end of its answer.",
+            SECONDS,
+        )
 
     def dispatched(self, model: str, seconds: float) -> None:
         """Note how long an admitted call waited until a decode worker got it."""
         self._dispatch.labels(model).observe(seconds)
+
+    def computed(self, model: str, *, prefill_s: float, decode_s: float) -> None:
+        """Note how long workers were busy with a call that the router answered in full."""
+        self._prefill.labels(model).observe(prefill_s)
+        self._inference.labels(model).observe(prefill_s + decode_s)
 
     def call_begun(self) -> None:
         """Count a call that runs, and waits for its first token."""

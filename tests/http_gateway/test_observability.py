@@ -164,6 +164,7 @@ def test_metrics_count_requests_tokens_and_times_by_names_that_users_of_vllm_kno
     assert found["pagewire_time_to_first_token_seconds_count", "tiny"] == 2
     assert found["pagewire_e2e_request_latency_seconds_count", "tiny"] == 2
     assert found["pagewire_request_queue_time_seconds_count", "tiny"] == 2
+    assert found["pagewire_request_decode_time_seconds_count", "tiny"] == 2
     assert found["pagewire_num_requests_waiting",] == 0
     assert found["pagewire_request_prompt_tokens_sum", "tiny"] == 80
     assert found["pagewire_num_requests_running",] == 0, "the one that asks is none"

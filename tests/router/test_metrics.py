@@ -7,12 +7,14 @@ import urllib.request
 from contextlib import closing
 from pathlib import Path
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from credentials.secret import ClusterSecret
 from observability.metrics_server import MetricsServer
 from observability.token_gaps import BOUNDS_S, TokenGaps
+from pagewire.protos import worker_pb2
 from router.config import RouterConfig
 from router.errors import ControllerGone, PortTaken
 from router.process import RouterProcess
@@ -21,7 +23,7 @@ from router.tenants.file import digest_of
 from router.tenants.gate import is_operator
 from router.tenants.registry import Tenants
 from router.tenants.tenant import TenantRules
-from tests.router.scripted_worker import ScriptedWorker, running_router
+from tests.router.scripted_worker import ScriptedWorker, Session, delta, running_router
 from tests.router.tokenizers_for_tests import byte_level
 from tests.support.scrapes import samples
 from tests.support.virtual_time import run_virtual
@@ -69,6 +71,55 @@ def test_a_router_counts_calls_and_times_by_names_that_users_of_vllm_know() -> N
             assert found["pagewire_router_up",] == 1
             of_worker = sorted(("decode-0", "decode", "ready"))
             assert found["pagewire_worker_state", *of_worker] == 1
+
+    run_virtual(main())
+
+
+def test_the_time_of_a_call_is_its_queue_its_prefill_and_its_decode() -> None:
+    async def queued(session: Session, submit: worker_pb2.SubmitRequest) -> None:
+        await asyncio.sleep(0.5)
+        first = delta(submit, 0, 0)
+        first.stats.queue_ms = 200
+        session.send(first)
+        await asyncio.sleep(0.4)
+        session.send(delta(submit, 0, 1))
+
+    async def main() -> None:
+        async with running_router(ScriptedWorker("decode-0", serve=queued)) as tested:
+            await tested.generate(max_tokens=2)
+            found = samples(tested.router.metrics.expose().decode())
+            model = tested.router.model_name
+            took = {
+                part: found[f"pagewire_request_{part}_time_seconds_sum", model]
+                for part in ("queue", "prefill", "decode", "inference")
+            }
+
+            assert took == pytest.approx(
+                {"queue": 0.2, "prefill": 0.3, "decode": 0.4, "inference": 0.7}, abs=0.01
+            )
+
+    run_virtual(main())
+
+
+def test_attempts_that_failed_before_the_first_token_count_as_prefill() -> None:
+    async def lost_once(session: Session, submit: worker_pb2.SubmitRequest) -> None:
+        await asyncio.sleep(0.5)
+        if submit.attempt == 0:
+            session.fail(submit, grpc.StatusCode.ABORTED)
+            return
+        session.send(delta(submit, 0, 0))
+
+    async def main() -> None:
+        async with running_router(ScriptedWorker("decode-0", serve=lost_once)) as tested:
+            await tested.generate(max_tokens=1)
+            found = samples(tested.router.metrics.expose().decode())
+            model = tested.router.model_name
+            prefill_s = found["pagewire_request_prefill_time_seconds_sum", model]
+
+            assert prefill_s == pytest.approx(
+                found["pagewire_time_to_first_token_seconds_sum", model], abs=0.01
+            )
+            assert prefill_s > 1.0
 
     run_virtual(main())
 

@@ -49,6 +49,7 @@ def all_metrics() -> dict[str, Exported]:
     gateway.end("/v1/models", "GET", 200)
     router.call_ended("ok", is_waiting=False)
     router.dispatched("m", 1.0)
+    router.computed("m", prefill_s=1.0, decode_s=1.0)
     router.token_gaps.add(0.1, 1)
     router.tell_cluster(lambda: CLUSTER, lambda: "m")
     worker = process_registry()
