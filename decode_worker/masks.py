@@ -15,6 +15,7 @@ from grammars.bits import TokenBits
 from grammars.errors import GrammarError
 from grammars.store import Grammars
 from kv_transfer.driver import RunBlocking
+from observability.logs import fields
 from worker.background import BackgroundTasks
 from worker.errors import InternalError, WorkerError
 from worker.sampling_check import constraint_refusal
@@ -65,9 +66,11 @@ class TokenMasks:
                 choices = [text.choice for text in texts if not self._settle(text)]
         except Exception:
             # A bug: the masks of these texts are unknown from now on, so their requests end.
-            logger.exception("masks_crashed")
-            for choice in choices:
-                self._on_failure(choice.request, InternalError())
+            requests = dict.fromkeys(choice.request for choice in choices)
+            ids = ",".join(request.request_id for request in requests)
+            logger.exception("masks_crashed", extra=fields(request_ids=ids))
+            for request in requests:
+                self._on_failure(request, InternalError())
         finally:
             self._busy.difference_update(choices)
             self._wake.set()

@@ -58,6 +58,11 @@ class PrefillClient:
 class Attempt(Protocol):
     """An attempt, as its stream sees it."""
 
+    @property
+    def request_id(self) -> str:
+        """Of the request that it is part of, for logs."""
+        ...
+
     def take(self, message: PrefillMessage) -> None:
         """Take a message of the prefill worker; the last one is a PrefillEnd."""
         ...
@@ -185,6 +190,9 @@ def _hand_over(attempt: Attempt, message: PrefillMessage) -> None:
         attempt.take(message)
     except Exception:
         # A bug in one attempt must not end those that share the stream.
-        logger.exception("message_crashed", extra=fields(message=type(message).__name__))
+        logger.exception(
+            "message_crashed",
+            extra=fields(request_id=attempt.request_id, message=type(message).__name__),
+        )
         if not isinstance(message, PrefillEnd):
             _hand_over(attempt, PrefillEnd(error=PrefillFailed("an internal error")))

@@ -85,6 +85,11 @@ class RemotePrefill:
         self._failure: PrefillFailed | None = None  # what the candidate told
 
     @property
+    def request_id(self) -> str:
+        """Of the group's request, for logs."""
+        return self._group.request.request_id
+
+    @property
     def moved(self) -> dict[str, object]:
         """Counters of the transfer so far, by name."""
         if self.receiver is None:

@@ -64,13 +64,23 @@ class StepPlan:
         ]
 
     @property
+    def owners(self) -> list[Request]:
+        """The requests that the pass computes or copies for, each once."""
+        return list(dict.fromkeys([*(c.choice.request for c in self.copies), *self.computed_for]))
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of the owners."""
+        return [request.request_id for request in self.owners]
+
+    @property
     def is_alone(self) -> bool:
         """Whether no other step may be in flight with it."""
         return any(request.is_suspect for request in self.computed_for)
 
     def halves(self) -> "tuple[StepPlan, ...]":
         """Return two plans, one for each half of the requests; none for a single request."""
-        owners = list(dict.fromkeys([*(c.choice.request for c in self.copies), *self.computed_for]))
+        owners = self.owners
         if len(owners) < 2:
             return ()
         middle = len(owners) // 2

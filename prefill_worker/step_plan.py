@@ -40,6 +40,11 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
+    def request_ids(self) -> list[str]:
+        """Of the prompts."""
+        return list(dict.fromkeys(chunk.prompt.request_id for chunk in self.chunks))
+
+    @property
     def is_alone(self) -> bool:
         """Whether no other step may be in flight with it."""
         return any(chunk.prompt.is_suspect for chunk in self.chunks)

@@ -201,7 +201,7 @@ class Call:
             logger.error(
                 "request_crashed", exc_info=error, extra=fields(request_id=self._request_id)
             )
-            error = RequestCrashed()
+            error = RequestCrashed(self._request_id)
         self.is_over, self.error = True, error
         self.close()
         self._on_news()

@@ -197,7 +197,7 @@ class Dispatcher:
         except Exception:
             request_id = stream.generation.request.request_id
             logger.exception("request_crashed", extra=fields(request_id=request_id))
-            stream.end(RequestCrashed())
+            stream.end(RequestCrashed(request_id))
         finally:
             stream.end(RouterStops("the router stopped"))  # no effect on an end before
 

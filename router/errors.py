@@ -101,10 +101,12 @@ class RequestFailed(RouterError):
 
 
 class RequestCrashed(RequestFailed):
-    """A bug in the router ended the request; only the router's log says which."""
+    """A bug in the router ended the request; only the router's log says which, under its id."""
 
-    def __init__(self) -> None:
-        super().__init__(_INTERNAL, "internal error; see the router's log")
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            _INTERNAL, f"internal error; see request_id {request_id} in the router's log"
+        )
 
 
 class RequestLost(RouterError):

@@ -12,6 +12,7 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from credentials.door import Encryption
+from observability.logs import fields
 from pagewire.protos import inference_pb2, inference_pb2_grpc
 from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY, READS_TOKENS_KEY
 from router import wire
@@ -202,8 +203,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise
         except Exception:
             # A bug in one request must not affect others.
-            logger.exception("request_crashed")
-            raise RequestCrashed() from None
+            request_id = self._reception.random_id()  # these calls have none of their own
+            logger.exception("request_crashed", extra=fields(request_id=request_id))
+            raise RequestCrashed(request_id) from None
 
 
 @contextmanager

@@ -315,5 +315,6 @@ def _crash(stream: Stream) -> None:
     """End a stream after a bug, which must not affect those that share the session."""
     request_id = stream.generation.request.request_id
     logger.exception("request_crashed", extra=fields(request_id=request_id))
-    stream.end(RequestCrashed())
-    stream.end_attempt(RequestCrashed())
+    crash = RequestCrashed(request_id)
+    stream.end(crash)
+    stream.end_attempt(crash)

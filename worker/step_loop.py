@@ -79,6 +79,11 @@ class StepPlan(Protocol):
         ...
 
     @property
+    def request_ids(self) -> Sequence[str]:
+        """Of the requests that the pass computes for, each once."""
+        ...
+
+    @property
     def is_alone(self) -> bool:
         """Whether no other step may be in flight with it."""
         ...
@@ -277,8 +282,11 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
 
     async def _halve(self, error: Exception) -> None:
         """Replace the oldest plan, which failed, with its halves; end it if it has none."""
+        failed = self._unsettled[0]
         logger.error(
-            "pass_failed", exc_info=error, extra=fields(tokens=self._unsettled[0].num_tokens)
+            "pass_failed",
+            exc_info=error,
+            extra=fields(tokens=failed.num_tokens, request_ids=",".join(failed.request_ids)),
         )
         await self._judge(error)
         plan = self._unsettled.popleft()

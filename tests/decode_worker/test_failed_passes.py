@@ -15,6 +15,7 @@ from tests.decode_worker.harness import (
     prompt_of,
     run,
 )
+from tests.support.log_records import logged
 from worker.errors import EngineLost
 
 TOXIN = 999
@@ -79,13 +80,20 @@ def test_a_failed_pass_of_one_request_hands_it_back_to_go_on_elsewhere() -> None
     run(scenario)
 
 
-def test_a_request_that_makes_passes_fail_is_found_among_many_and_fails_alone() -> None:
+def test_a_request_that_makes_passes_fail_is_found_among_many_and_fails_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         *others, toxic = await running(router, 7, (*prompt_of(20, seed=9), TOXIN))
         executor = cluster.decode.executor
         executor.toxin = TOXIN
         await ended(toxic)
         assert (code_of(toxic), toxic.failure.failed_passes) == ("ABORTED", 1)
+        first, *_, last = logged("pass_failed", caplog)
+        assert set(str(first["request_ids"]).split(",")) == {
+            each.request_id for each in (*others, toxic)
+        }
+        assert last["request_ids"] == toxic.request_id
 
         again = await resumed(router, toxic, candidates=[])
         await ended(again)
@@ -180,7 +188,9 @@ def test_a_pass_that_costs_the_device_is_told_to_those_who_took_part() -> None:
     run(scenario)
 
 
-def test_a_prompt_that_makes_passes_fail_harms_two_prefill_workers_and_nobody_else() -> None:
+def test_a_prompt_that_makes_passes_fail_harms_two_prefill_workers_and_nobody_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         for each in cluster.prefills:
             each.executor.toxin = TOXIN
@@ -191,6 +201,7 @@ def test_a_prompt_that_makes_passes_fail_harms_two_prefill_workers_and_nobody_el
         await router.finish(*others)
         assert sum(each.stats.prefill_retries for each in others) == 0
         assert all(each.stats.decode_computed_tokens == 0 for each in others)
+        assert logged("pass_failed", caplog)[-1]["request_ids"] == toxic.request_id
 
     run(scenario, WorkerCluster(num_prefill=3))
 

@@ -6,15 +6,22 @@ from typing import Any
 import grpc
 import pytest
 
+from decode_worker.masks import TokenMasks
 from decode_worker.outbox import Outbox
 from decode_worker.receiving import PrefillReceivers
 from decode_worker.remote_prefill import RemotePrefill
-from decode_worker.request import TokenDelta
+from decode_worker.request import Choice, Request, TokenDelta
 from decode_worker.scheduler import Scheduler
+from grammars.constraint import Constraint, ConstraintKind
+from grammars.store import Grammars
 from kv_transfer.sender import Sender
+from llm_engine.sampling import SamplingParams
 from prefill_worker.attempt import Attempt
 from tests.decode_worker.harness import ScriptedRouter, WorkerCluster, prompt_of, run
+from tests.support.log_records import logged
 from tests.support.virtual_time import run_virtual, wait_until
+from worker.background import BackgroundTasks
+from worker.wake import Wake
 
 SOON_S = 5.0  # long before any deadline of a transfer
 
@@ -83,6 +90,34 @@ def test_a_bug_costs_at_most_the_request_that_meets_it_and_no_page(
 
     run(scenario, WorkerCluster(num_prefill=2))
     assert any("planted" in str(vars(record)) for record in caplog.records), "nothing was logged"
+
+
+def test_a_bug_in_masks_ends_the_requests_whose_texts_it_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def request(request_id: str) -> Request:
+        params = SamplingParams(constraint=Constraint(kind=ConstraintKind.REGEX, text="x+"))
+        made = Request(request_id=request_id, attempt=0, prompt=(1,), params=params, emitted={})
+        made.choices = [Choice(made, index, []) for index in range(2)]
+        return made
+
+    async def main() -> None:
+        ended: list[Request] = []
+        tasks = BackgroundTasks()
+        masks = TokenMasks(
+            Grammars(raises, end_token_ids=()),
+            run_blocking=raises_later,
+            tasks=tasks,
+            wake=Wake(),
+            on_failure=lambda each, _: ended.append(each),
+        )
+        requests = [request("r0"), request("r1")]
+        masks.follow([choice for each in requests for choice in each.choices])
+        await tasks.wait()
+        assert ended == requests
+
+    run_virtual(main())
+    assert logged("masks_crashed", caplog) == [{"request_ids": "r0,r1"}]
 
 
 @pytest.mark.parametrize("is_prefill", [False, True])

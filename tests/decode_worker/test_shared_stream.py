@@ -16,6 +16,7 @@ from kv_transfer.messages import ChunkGo, Granted, Ticket
 from pagewire.protos import worker_pb2
 from pagewire.protos.token_ids import pack_token_ids
 from tests.decode_worker.harness import ScriptedRouter, WorkerCluster, prompt_of, run
+from tests.support.log_records import logged
 from tests.support.virtual_time import run_virtual, wait_until
 
 TICKET = Ticket(transfer_id=bytes(16), attempt=0, sender_incarnation=1, receiver_incarnation=2)
@@ -160,7 +161,8 @@ class FakeCall:
 class Told:
     """An attempt that keeps what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, request_id: str = "") -> None:
+        self.request_id = request_id
         self.messages: list[PrefillMessage] = []
 
     def take(self, message: PrefillMessage) -> None:
@@ -314,7 +316,7 @@ def test_a_bug_in_one_attempt_ends_it_and_no_other(caplog: pytest.LogCaptureFixt
 
     async def main() -> None:
         call, stream = await opened()
-        buggy, other = Buggy(), Told()
+        buggy, other = Buggy("r-buggy"), Told("r-other")
         stream.begin(start(), buggy)
         stream.begin(start(), other)
         call.say(granted(1), granted(2))
@@ -325,7 +327,7 @@ def test_a_bug_in_one_attempt_ends_it_and_no_other(caplog: pytest.LogCaptureFixt
         await stream.close()
 
     run_virtual(main())
-    assert "message_crashed" in caplog.text
+    assert logged("message_crashed", caplog) == [{"request_id": "r-buggy", "message": "Granted"}]
 
 
 def test_a_client_opens_another_stream_only_after_the_end_of_one(

@@ -35,6 +35,7 @@ from tests.router.scripted_worker import (
     tokens,
 )
 from tests.router.tokenizers_for_tests import byte_level
+from tests.support.log_records import logged
 from tests.support.virtual_time import run_virtual, wait_until
 
 GenerateRequest = inference_pb2.GenerateRequest
@@ -479,7 +480,7 @@ def test_models_status_and_health_follow_the_workers() -> None:
 
 
 def test_a_crash_in_one_request_is_an_internal_error_of_that_request_only(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
         async with running_router(ScriptedWorker("decode-0"), model_dir=model_dir) as tested:
@@ -490,10 +491,15 @@ def test_a_crash_in_one_request_is_an_internal_error_of_that_request_only(
             with monkeypatch.context() as patched:
                 patched.setattr(Tokenizer, "encode", crash)
                 answer = await tested.generate(request=GenerateRequest(text="x"))
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await tested.stub.Tokenize(inference_pb2.TokenizeRequest(text="x"))
 
-            assert answer.error is not None
-            assert answer.error.code() is grpc.StatusCode.INTERNAL
-            assert "ZeroDivision" not in (answer.error.details() or "")
+            lines = logged("request_crashed", caplog)
+            for error, line in zip((answer.error, caught.value), lines, strict=True):
+                assert error is not None
+                assert error.code() is grpc.StatusCode.INTERNAL
+                assert "ZeroDivision" not in (error.details() or "")
+                assert f"request_id {line['request_id']} " in (error.details() or "")
             assert (await tested.generate()).error is None
 
     run_virtual(main())

@@ -44,6 +44,10 @@ class Plan:
     def num_tokens(self) -> int:
         return len(self.requests)
 
+    @property
+    def request_ids(self) -> list[str]:
+        return [each.request_id for each in self.requests]
+
     def engine_step(self, eos_token_ids: tuple[int, ...], *, is_again: bool) -> EngineStep:
         names: Any = tuple(each.request_id for each in self.requests)
         return EngineStep(slices=(*names, AGAIN) if is_again else names)
