@@ -22,6 +22,7 @@ PortTaken                nothing can listen on the port of the metrics (at start
 Inside the router only:
 AttemptFailed            this attempt is over, another worker may continue
 DeltaGap                 tokens are missing between two deltas of a choice
+DeltaExcess              a delta has more than its choice may have
 RefusedByTemplate        the chat template does not accept the messages
 WorkerGone               a worker cannot be used, for now
 ControllerGone           the controller cannot be reached, for now
@@ -160,6 +161,10 @@ class AttemptFailed(Exception):
 
 class DeltaGap(Exception):
     """A delta begins after the next expected token."""
+
+
+class DeltaExcess(Exception):
+    """A delta has more tokens than its choice may have, or other than one log probability each."""
 
 
 class RefusedByTemplate(Exception):

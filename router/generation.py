@@ -6,6 +6,7 @@ Rules, in the order in which a delta meets them:
 - it is of an earlier attempt, or its choice is over: dropped;
 - tokens that were received before (first_index below the next index): dropped;
 - tokens missing in between: DeltaGap, the request is resumed elsewhere;
+- more than max_tokens, or log probabilities that are not one per token: DeltaExcess, likewise;
 - a stop string after the first min_tokens tokens: the choice ends there, whatever else the worker
   reports about it.
 
@@ -28,7 +29,7 @@ from observability.token_gaps import TokenGaps
 from observability.tracing import NO_SPAN
 from pagewire.protos.token_ids import unpack_token_ids
 from router.detokenizer import Decoder, Detokenizer
-from router.errors import DeltaGap, InvalidRequest
+from router.errors import DeltaExcess, DeltaGap, InvalidRequest
 from router.request import GenerationRequest
 from router.resumption import ReceivedChoice
 from router.stop_strings import StopStrings
@@ -149,6 +150,8 @@ class Choice:
         token_ids = self.token_ids
         if index != len(token_ids) or self.is_finished or self._stop_strings is not None:
             return False
+        if index >= self._max_tokens:
+            return False
         token_ids.append(token_id)
         self._textless.append(token_id)
         return True
@@ -158,6 +161,7 @@ class Choice:
 
         Raises:
             DeltaGap: The delta begins after the next expected token; nothing was taken.
+            DeltaExcess: It has more than the choice may have; nothing was taken.
         """
         if self.is_finished:
             return 0
@@ -165,6 +169,16 @@ class Choice:
         if delta.first_index > next_index:
             raise DeltaGap(
                 f"choice {self.index}: tokens {next_index} to {delta.first_index - 1} are missing"
+            )
+        end = delta.first_index + len(delta.token_ids)
+        if end > max(next_index, self._max_tokens):
+            raise DeltaExcess(
+                f"choice {self.index}: found {end} tokens; allowed: at most {self._max_tokens}"
+            )
+        if len(delta.logprobs) not in (0, len(delta.token_ids)):
+            raise DeltaExcess(
+                f"choice {self.index}: found {len(delta.logprobs)} log probabilities; "
+                f"allowed: {len(delta.token_ids)}, one per token"
             )
         num_known = next_index - delta.first_index
         new_ids = delta.token_ids[num_known:]
@@ -376,6 +390,7 @@ class Generation:
 
         Raises:
             DeltaGap: Tokens are missing before it.
+            DeltaExcess: It has more than its choice may have.
         """
         if delta.attempt != self.attempt or delta.choice >= len(self.choices):
             return False

@@ -18,6 +18,7 @@ from pagewire.protos.gathering import Waiting
 from router import wire
 from router.errors import (
     AttemptFailed,
+    DeltaExcess,
     DeltaGap,
     RequestCrashed,
     RequestFailed,
@@ -121,15 +122,15 @@ class Stream:
         return True
 
     def on_delta(self, delta: Delta, now: float) -> None:
-        """Take over a delta, unless it is stale; a gap before it ends the attempt."""
+        """Take over a delta, unless it is stale; a gap or an excess ends the attempt."""
         if self._on_attempt_over is None:
             return
         generation = self.generation
         num_unfinished = generation.num_unfinished
         try:
             is_fresh = generation.accept(delta, now)
-        except DeltaGap as gap:
-            self.end_attempt(AttemptFailed(str(gap)))
+        except (DeltaGap, DeltaExcess) as wrong:
+            self.end_attempt(AttemptFailed(str(wrong)))
             return
         if not is_fresh:
             return

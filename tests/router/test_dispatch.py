@@ -1229,6 +1229,9 @@ def test_whatever_workers_do_each_stream_is_right_or_ends_with_one_error(seed: i
             if fault < 0.05:
                 session.send(delta(submit, choice, first + 1))  # a gap
                 return
+            if fault < 0.06:
+                session.send(delta(submit, choice, first, submit.sampling.max_tokens))  # too many
+                return
             if fault < 0.15:
                 first = max(0, first - rng.randrange(4))  # a repetition
             elif fault < 0.2:

@@ -1,7 +1,9 @@
+from typing import Any
+
 import pytest
 
 from pagewire.protos.token_ids import pack_token_ids
-from router.errors import DeltaGap
+from router.errors import DeltaExcess, DeltaGap
 from router.generation import Delta, Finish, Generation, Output, WorkerStats
 from router.request import AskedSampling, GenerationRequest, SamplingDefaults, ServedModel
 from router.tokenizer import Tokenizer
@@ -18,12 +20,13 @@ def generation(
     stop: tuple[str, ...] = (),
     end_ids: tuple[int, ...] = (EOS,),
     min_tokens: int | None = None,
+    max_tokens: int | None = None,
 ) -> Generation:
     model = ServedModel(
         name="m", fingerprint="f", vocab_size=400, max_context_tokens=100, page_size=4
     )
     sampling = complete_sampling(
-        AskedSampling(n=n, stop=stop, min_tokens=min_tokens),
+        AskedSampling(n=n, stop=stop, min_tokens=min_tokens, max_tokens=max_tokens),
         defaults=SamplingDefaults(),
         model=model,
         prompt_len=3,
@@ -181,6 +184,39 @@ def test_a_gap_takes_nothing() -> None:
         made.accept(delta(len(before) + 1, ids("fox")), 11.0)
 
     assert made.choices[0].token_ids == before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"token_ids": [5] * 4}, "found 5 tokens; allowed: at most 4"),
+        (
+            {"token_ids": [5, 6], "logprobs": [None]},
+            "found 1 log prob.*; allowed: 2, one per token",
+        ),
+    ],
+)
+def test_a_delta_with_more_than_its_choice_may_have_takes_nothing(
+    wrong: dict[str, Any], told: str
+) -> None:
+    made = generation(max_tokens=4)
+    made.accept(delta(0, [7]), 11.0)
+
+    with pytest.raises(DeltaExcess, match=told):
+        made.accept(delta(1, **wrong), 11.0)
+
+    assert made.choices[0].token_ids == [7]
+    made.accept(delta(1, [5, 6, 7], finish=Finish.LENGTH), 11.0)
+    assert made.is_finished
+
+
+def test_single_tokens_beyond_the_most_are_not_taken_quickly() -> None:
+    made = generation(max_tokens=2)
+    [choice] = made.choices
+
+    taken = [made.add_token(choice, 5, index, 11.0) for index in range(3)]
+
+    assert taken == [True, True, False]
 
 
 def test_stale_attempts_and_unknown_choices_are_not_accepted() -> None:
