@@ -21,7 +21,7 @@ from pagewire.protos import common_pb2, controller_pb2, controller_pb2_grpc
 from pagewire.protos.call_tasks import mark_seen
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from protos.addresses import join_address
-from protos.call_guard import CallGuard
+from protos.peer_limits import peer_guard
 from protos.rpc_server import rpc_server
 from router.membership import PoolName, WorkerMember
 
@@ -76,7 +76,7 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
         server = rpc_server(
             interceptors=[
                 ServerGate(credentials, CONTROLLER_CALLERS),
-                CallGuard(max_calls=MAX_WATCHES),
+                peer_guard(MAX_WATCHES),
             ],
             options=WORKER_SERVER_OPTIONS,
         )

@@ -1,16 +1,22 @@
 """The caller's side: a channel whose calls carry proofs, and that accepts only proven answers.
 
+A proven answer is also held to the limits of the contract: whoever is proven may be broken.
+
 It wraps calls itself: grpc.aio's client interceptors put a task and queues around each stream.
 """
 
 import hmac
 from collections.abc import AsyncIterator, Callable, Generator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import grpc
+from google.protobuf import descriptor_pool
+from google.protobuf.message import DecodeError
 
 from credentials.cluster import Callee
 from credentials.gate import ANSWER_KEY, CALL_KEY, INCARNATION_KEY
+from protos.peer_limits import parse_checked
 
 
 class ProvenChannel(grpc.aio.Channel):  # type: ignore[misc] # gRPC has no types
@@ -27,18 +33,16 @@ class ProvenChannel(grpc.aio.Channel):  # type: ignore[misc] # gRPC has no types
         self._callee = callee
 
     def unary_unary(self, method: str, *codec: Any, **options: Any) -> Callable[..., Any]:
-        return self._proving(method, self._channel.unary_unary(method, *codec, **options), _Single)
+        return self._proving(self._channel.unary_unary, _Single, method, *codec, **options)
 
     def unary_stream(self, method: str, *codec: Any, **options: Any) -> Callable[..., Any]:
-        return self._proving(method, self._channel.unary_stream(method, *codec, **options), _Stream)
+        return self._proving(self._channel.unary_stream, _Stream, method, *codec, **options)
 
     def stream_unary(self, method: str, *codec: Any, **options: Any) -> Callable[..., Any]:
-        return self._proving(method, self._channel.stream_unary(method, *codec, **options), _Single)
+        return self._proving(self._channel.stream_unary, _Single, method, *codec, **options)
 
     def stream_stream(self, method: str, *codec: Any, **options: Any) -> Callable[..., Any]:
-        return self._proving(
-            method, self._channel.stream_stream(method, *codec, **options), _Stream
-        )
+        return self._proving(self._channel.stream_stream, _Stream, method, *codec, **options)
 
     async def close(self, grace: float | None = None) -> None:
         await self._channel.close(grace)
@@ -59,8 +63,17 @@ class ProvenChannel(grpc.aio.Channel):  # type: ignore[misc] # gRPC has no types
         await self.close()
 
     def _proving(
-        self, method: str, call: Callable[..., Any], wrap: "type[_ProvenCall]"
+        self,
+        open_method: Callable[..., Any],
+        wrap: "type[_ProvenCall]",
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        **options: Any,
     ) -> Callable[..., Any]:
+        reader = response_deserializer and _reader(method, response_deserializer)
+        call = open_method(method, request_serializer, reader, **options)
+
         def make(*request: Any, metadata: Any = None, **options: Any) -> Any:
             header, answer = self._callee.prove(method)
             metadata = (*(metadata or ()), (CALL_KEY, header))
@@ -78,6 +91,27 @@ def told_incarnation(failure: grpc.aio.AioRpcError) -> int | None:
     return int(told) if told.isdecimal() and int(told) < 2**64 else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """Stands for an answer that cannot be accepted: gRPC would log an error and pass on None."""
+
+    reason: str
+
+
+def _reader(method: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Return a function that parses a method's answers and checks them."""
+    name = method.removeprefix("/").replace("/", ".")
+    descriptor = descriptor_pool.Default().FindMethodByName(name).output_type
+
+    def read(raw: bytes) -> Any:
+        try:
+            return parse_checked(raw, descriptor, parse)
+        except (DecodeError, ValueError) as error:
+            return _Unreadable(f"{len(raw)} bytes are no answer of {method}: {error}")
+
+    return read
+
+
 class _ProvenCall:
     """A call that passes on messages only after the callee has proven itself."""
 
@@ -93,20 +127,28 @@ class _ProvenCall:
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         self._call.add_done_callback(lambda _: callback(self))
 
+    async def _accept(self, message: Any) -> Any:
+        """Return a message of the callee."""
+        if not self._is_proven:
+            await self._prove()
+        if type(message) is _Unreadable:
+            self._refuse(grpc.StatusCode.INTERNAL, message.reason)
+        return message
+
     async def _prove(self) -> None:
-        if self._is_proven:
-            return
         headers = await self._call.initial_metadata()
         answer = headers.get(ANSWER_KEY) or b""
         if not hmac.compare_digest(answer, self._answer):
-            self._call.cancel()
-            raise grpc.aio.AioRpcError(
+            self._refuse(
                 grpc.StatusCode.UNAUTHENTICATED,
-                grpc.aio.Metadata(),
-                grpc.aio.Metadata(),
-                details=f"the process that answered is not {self._callee.party}",
+                f"the process that answered is not {self._callee.party}",
             )
         self._is_proven = True
+
+    def _refuse(self, code: grpc.StatusCode, reason: str) -> NoReturn:
+        self._call.cancel()
+        empty = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(code, empty, empty, details=reason)
 
 
 class _Single(_ProvenCall):
@@ -116,9 +158,7 @@ class _Single(_ProvenCall):
         return self._respond().__await__()
 
     async def _respond(self) -> Any:
-        response = await self._call
-        await self._prove()
-        return response
+        return await self._accept(await self._call)
 
 
 class _Stream(_ProvenCall):
@@ -126,11 +166,8 @@ class _Stream(_ProvenCall):
 
     async def read(self) -> Any:
         message = await self._call.read()
-        if message is not grpc.aio.EOF:
-            await self._prove()
-        return message
+        return message if message is grpc.aio.EOF else await self._accept(message)
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         async for message in self._call:
-            await self._prove()
-            yield message
+            yield await self._accept(message)

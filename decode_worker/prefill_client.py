@@ -115,7 +115,7 @@ class PrefillStream:
         try:
             # Iteration yields what came before the status; read() may drop it.
             async for response in self._call:
-                for each in scatter(response, PrefillFailed):
+                for each in scatter(response):
                     self._take(each)
         except grpc.aio.AioRpcError as failure:
             return call_failed(failure)

@@ -17,7 +17,7 @@ from pagewire.protos.gathering import scatter
 from worker import server
 from worker.errors import InternalError, WorkerError
 from worker.identity import WorkerIdentity
-from worker.wire import worker_from_proto
+from worker.wire import cut_reason, worker_from_proto
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,6 @@ STATUS_CODES: dict[type[WorkerError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     SlowRouter: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-MAX_MET = 4096  # prefill workers that a router names: each costs an attempt to connect
 HELLO_S = 5.0  # from the opening of a session to its first message
 
 
@@ -92,10 +91,6 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
     async def Meet(
         self, request: worker_pb2.MeetRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.MeetResponse:
-        if len(request.prefill_workers) > MAX_MET:
-            found = len(request.prefill_workers)
-            told = f"prefill_workers: found {found}; allowed: at most {MAX_MET}"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, told)
         self._sink.meet([worker_from_proto(each) for each in request.prefill_workers])
         return worker_pb2.MeetResponse()
 
@@ -104,14 +99,12 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
     ) -> None:
         try:
             async for first in requests:
-                for message in scatter(first, InvalidRequest):
+                for message in scatter(first):
                     kind = message.WhichOneof("message")
                     if kind == "submit":
                         self._submit(message.submit, outbox)
                     elif kind == "cancel":
                         self._cancel(message.cancel, outbox)
-        except InvalidRequest as error:
-            outbox.close(error)
         except grpc.RpcError as error:
             logger.info("session_broken", extra=fields(error=repr(error)))
         except Exception:
@@ -167,6 +160,6 @@ def _failure_to_proto(failure: RequestFailure) -> worker_pb2.RequestFailure:
         request_id=failure.request_id,
         attempt=failure.attempt,
         code=code,
-        message=str(failure.error),
+        message=cut_reason(str(failure.error)),
         failed_passes=failure.failed_passes,
     )

@@ -14,6 +14,7 @@ from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SampledToken
 from pagewire.protos import common_pb2, worker_pb2, worker_pb2_grpc
 from pagewire.protos.token_ids import pack_token_ids, token_array
+from protos.peer_limits import check_limits
 from worker.identity import WorkerIdentity
 from worker.wire import (
     logprobs_to_proto,
@@ -58,8 +59,9 @@ def request_from_proto(message: worker_pb2.SubmitRequest) -> Request:
     """Read a submitted request.
 
     Raises:
-        ValueError: If token ids are cut off or a choice comes twice.
+        ValueError: If token ids are cut off, a choice comes twice, or a field has too much.
     """
+    check_limits(message)
     emitted = {each.choice: token_array(each.emitted_token_ids) for each in message.choices}
     if len(emitted) != len(message.choices):
         raise ValueError("choices names a choice twice")

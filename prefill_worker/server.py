@@ -156,7 +156,7 @@ class _AttemptStream:
         request: worker_pb2.PrefillRequest | None = first
         try:
             while request is not None:
-                for each in scatter(request, WrongMessage):
+                for each in scatter(request):
                     self._take(each)
                 await self._waiting.wait_until_few(MOST_WAITING)
                 request = await anext(requests, None)

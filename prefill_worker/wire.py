@@ -8,7 +8,8 @@ from llm_engine.sampling import SampledToken
 from pagewire.protos import worker_pb2
 from pagewire.protos.token_ids import pack_token_ids, token_array
 from prefill_worker.request import Prompt
-from worker.wire import logprobs_to_proto, sampling_from_proto
+from protos.peer_limits import check_limits
+from worker.wire import cut_reason, logprobs_to_proto, sampling_from_proto
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +54,10 @@ def start_from_proto(message: worker_pb2.PrefillStart) -> PrefillStart:
     """Read the first message.
 
     Raises:
-        ValueError: If token ids are truncated.
+        ValueError: If token ids are truncated, or a field has too much.
         TransferError: If the ticket is malformed.
     """
+    check_limits(message)
     prompt = Prompt(
         request_id=message.request_id,
         tokens=token_array(message.token_ids),
@@ -89,9 +91,10 @@ def response_to_proto(attempt_id: int, message: PrefillMessage) -> worker_pb2.Pr
             )
             return make(attempt_id=attempt_id, result=result)
         case PrefillFailure(code=code, message=text):
-            failure = worker_pb2.PrefillFailure(code=code, message=text)
+            failure = worker_pb2.PrefillFailure(code=code, message=cut_reason(text))
             return make(attempt_id=attempt_id, failure=failure)
         case PrefillEnd(code=code, message=text):
-            return make(attempt_id=attempt_id, end=worker_pb2.PrefillEnd(code=code, message=text))
+            end = worker_pb2.PrefillEnd(code=code, message=cut_reason(text))
+            return make(attempt_id=attempt_id, end=end)
         case transfer:
             return make(attempt_id=attempt_id, transfer=transfer_message_to_proto(transfer))

@@ -14,6 +14,7 @@ itself:
 - Bytes that are not a message of the method's type end the call with INVALID_ARGUMENT.
 - So does a request of more than `max_fields` fields, before it is parsed: millions of tiny fields
   would stop the event loop for a second.
+- So does a request in which `check` finds something, such as a field with too much.
 """
 
 import asyncio
@@ -76,7 +77,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     Args:
         max_calls: Most open calls of one method.
-        max_fields: Of a request with all nested messages; None: not counted, for trusted clients.
+        max_fields: Of a request with all nested messages; None: not counted.
+        check: Raises ValueError for a request that no handler may see; None: they see all.
         max_silent: Most calls without a request, not counting those younger than YOUNG_S.
         request_s: Longest time from the beginning of a call to the end of its request.
         retry_delay_s: Delay suggested to callers that are refused for want of room.
@@ -88,6 +90,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         *,
         max_calls: int,
         max_fields: int | None = None,
+        check: Callable[[Any], None] | None = None,
         max_silent: int = MAX_SILENT,
         request_s: float = REQUEST_S,
         retry_delay_s: float = RETRY_DELAY_S,
@@ -95,6 +98,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> None:
         self._max_calls = max_calls
         self._max_fields = max_fields
+        self._check = check
         self._max_silent = max_silent
         self._request_s = request_s
         self._retry_delay_s = retry_delay_s
@@ -217,7 +221,10 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         try:
             if self._max_fields is not None and len(raw) > LARGE_REQUEST_BYTES:
                 await self._check_num_fields(method, raw, self._max_fields)
-            return deserialize(raw) if deserialize else raw
+            request = deserialize(raw) if deserialize else raw
+            if self._check is not None:
+                self._check(request)
+            return request
         except (DecodeError, ValueError) as error:
             reason = str(error)
             # To look at each field takes as long as to count them, so not where none were counted.

@@ -10,15 +10,18 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
 _MAX_VARINT_BYTES = 10
 
 
-def has_more_fields(raw: bytes, descriptor: Any, limit: int) -> bool:
+def has_more_fields(
+    raw: bytes, descriptor: Any, limit: int, *, counts_numbers: bool = True
+) -> bool:
     """Return whether a message, including nested ones, has more than `limit` fields.
 
-    Elements of packed numbers count by their bytes. It reads no more than `limit` fields.
+    It reads no more than `limit` fields.
 
     Args:
         raw: The serialized message.
         descriptor: The descriptor of its type.
         limit: Most fields.
+        counts_numbers: Whether elements of packed numbers count, too: by their bytes.
 
     Raises:
         ValueError: The bytes are not a message. The parser finds faults that this misses.
@@ -41,7 +44,7 @@ def has_more_fields(raw: bytes, descriptor: Any, limit: int) -> bool:
                 field = known.get(tag >> 3)
                 if field is not None and field.message_type:
                     messages.append((at, at + size, field.message_type))
-                elif field is not None and field.is_packed:
+                elif counts_numbers and field is not None and field.is_packed:
                     num_fields += size
                 at += size
             elif kind in (FIXED64, FIXED32):

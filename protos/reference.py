@@ -28,6 +28,7 @@ grpcurl -plaintext -d '{"text": "The page was", "sampling": {"max_tokens": 4}}' 
 OPENING = re.compile(r"(service|message|enum|oneof|extend) ([\w.]+) \{(\})?")
 METHOD = re.compile(r"rpc (\w+)\((stream )?([\w.]+)\) returns \((stream )?([\w.]+)\)")
 FIELD = re.compile(r"(optional |repeated )?([\w.]+) (\w+) = (\d+)")
+LIMIT = re.compile(r"\(most\) = (\d+)")
 VALUE = re.compile(r"(\w+) = (\d+)")
 
 
@@ -110,6 +111,8 @@ def _member(kind: str, line: str, comment: str, choice: str) -> Member:
     if kind == "message" and (found := FIELD.match(line)):
         label, type_, name, _ = found.groups()
         form = f"{label or ''}{_linked(type_)}"
+        if limit := LIMIT.search(line):
+            form += f", at most {int(limit[1]):,} between processes of a cluster"
         return Member(name=name, form=form, comment=comment, choice=choice)
     raise ValueError(f"unknown form in a {kind}: {line}")
 

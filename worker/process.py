@@ -30,7 +30,7 @@ from observability.tracing import configure_tracing, stop_tracing
 from options.ports import FreePorts
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from protos.addresses import join_address
-from protos.call_guard import CallGuard
+from protos.peer_limits import peer_guard
 from protos.rpc_server import rpc_server
 from worker.config import HostConfig
 from worker.context import WorkerContext
@@ -105,7 +105,7 @@ class WorkerProcess:
         incarnation = secrets.randbits(63) + 1  # 0 means none
         credentials = ClusterCredentials(self._keys, incarnation)
         server = rpc_server(
-            interceptors=[ServerGate(credentials), CallGuard(max_calls=MAX_OPEN_CALLS)],
+            interceptors=[ServerGate(credentials), peer_guard(MAX_OPEN_CALLS)],
             options=WORKER_SERVER_OPTIONS,
         )
         port = settings.ports.listen(

@@ -12,6 +12,13 @@ from pagewire.wire import worker_status_from
 from worker.identity import WorkerIdentity
 from worker.load import WorkerLoad, WorkerTotals
 
+MAX_REASON_CHARS = 2000  # of a failure, as the contract has it
+
+
+def cut_reason(reason: str) -> str:
+    """Return what fits of a failure's message: more would end a stream that others share."""
+    return reason[:MAX_REASON_CHARS]
+
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     """Read complete parameters; the router has set every field that has a default.

@@ -25,29 +25,51 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpagewire/protos/common.proto\x12\x0bpagewire.v1\x1a google/protobuf/descriptor.proto\"\x91\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\rH\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\rH\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x17\n\nignore_eos\x18\r \x01(\x08H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x0c\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x10 \x01(\x08H\r\x88\x01\x01\x12+\n\nconstraint\x18\x11 \x01(\x0b\x32\x17.pagewire.v1.ConstraintB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x04\n\x02_nB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokens\"\xa4\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x14.pagewire.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x12\x14\n\ntool_calls\x18\x06 \x01(\tH\x00\x42\x06\n\x04kind\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"^\n\tWorkerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x18\n\x10\x63ontract_version\x18\x04 \x01(\r\"\xa2\x02\n\x0cRequestStats\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x01 \x01(\r\x12\x1d\n\x15prefill_cached_tokens\x18\x02 \x01(\r\x12\x1f\n\x17prefill_computed_tokens\x18\x03 \x01(\r\x12\x1e\n\x16\x64\x65\x63ode_computed_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpages_moved\x18\x05 \x01(\r\x12\x13\n\x0b\x62ytes_moved\x18\x06 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x07 \x01(\r\x12\x17\n\x0fprefill_retries\x18\x08 \x01(\r\x12\x13\n\x0bresumptions\x18\t \x01(\r\x12\x15\n\rcached_tokens\x18\n \x01(\r\x12\x10\n\x08queue_ms\x18\x0b \x01(\r*Y\n\x06\x43\x61ller\x12\x16\n\x12\x43\x41LLER_UNSPECIFIED\x10\x00\x12\x11\n\rCALLER_CLIENT\x10\x01\x12\x11\n\rCALLER_ROUTER\x10\x02\x12\x11\n\rCALLER_DECODE\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*?\n\x04Pool\x12\x14\n\x10POOL_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOL_PREFILL\x10\x01\x12\x0f\n\x0bPOOL_DECODE\x10\x02:F\n\x07\x63\x61llers\x12\x1e.google.protobuf.MethodOptions\x18\xd1\x86\x03 \x03(\x0e\x32\x13.pagewire.v1.Callerb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpagewire/protos/common.proto\x12\x0bpagewire.v1\x1a google/protobuf/descriptor.proto\"\xa3\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\rH\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\rH\t\x88\x01\x01\x12\x17\n\x04stop\x18\x0b \x03(\tB\t\x88\xb5\x18\x10\x90\xb5\x18\x80\x08\x12\x1d\n\x0estop_token_ids\x18\x0c \x03(\rB\x05\x88\xb5\x18\x80\x02\x12\x17\n\nignore_eos\x18\r \x01(\x08H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x0c\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x10 \x01(\x08H\r\x88\x01\x01\x12+\n\nconstraint\x18\x11 \x01(\x0b\x32\x17.pagewire.v1.ConstraintB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x04\n\x02_nB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokens\"\xc4\x01\n\nConstraint\x12\x1d\n\x0bjson_schema\x18\x01 \x01(\tB\x06\x88\xb5\x18\x80\x80\x04H\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x17\n\x05regex\x18\x03 \x01(\tB\x06\x88\xb5\x18\x80\x80\x04H\x00\x12&\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x14.pagewire.v1.ChoicesH\x00\x12\x19\n\x07grammar\x18\x05 \x01(\tB\x06\x88\xb5\x18\x80\x80\x04H\x00\x12\x1c\n\ntool_calls\x18\x06 \x01(\tB\x06\x88\xb5\x18\x80\x80\x04H\x00\x42\x06\n\x04kind\"%\n\x07\x43hoices\x12\x1a\n\x05texts\x18\x01 \x03(\tB\x0b\x88\xb5\x18\xe8\x07\x90\xb5\x18\x80\x80\x04\"Z\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x1c\n\rtop_token_ids\x18\x02 \x01(\x0c\x42\x05\x88\xb5\x18\x80\x02\x12\x1a\n\x0ctop_logprobs\x18\x03 \x03(\x02\x42\x04\x88\xb5\x18@\"k\n\tWorkerRef\x12\x17\n\tworker_id\x18\x01 \x01(\tB\x04\x88\xb5\x18@\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x16\n\x07\x61\x64\x64ress\x18\x03 \x01(\tB\x05\x88\xb5\x18\xac\x02\x12\x18\n\x10\x63ontract_version\x18\x04 \x01(\r\"\xa2\x02\n\x0cRequestStats\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x01 \x01(\r\x12\x1d\n\x15prefill_cached_tokens\x18\x02 \x01(\r\x12\x1f\n\x17prefill_computed_tokens\x18\x03 \x01(\r\x12\x1e\n\x16\x64\x65\x63ode_computed_tokens\x18\x04 \x01(\r\x12\x13\n\x0bpages_moved\x18\x05 \x01(\r\x12\x13\n\x0b\x62ytes_moved\x18\x06 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x07 \x01(\r\x12\x17\n\x0fprefill_retries\x18\x08 \x01(\r\x12\x13\n\x0bresumptions\x18\t \x01(\r\x12\x15\n\rcached_tokens\x18\n \x01(\r\x12\x10\n\x08queue_ms\x18\x0b \x01(\r*Y\n\x06\x43\x61ller\x12\x16\n\x12\x43\x41LLER_UNSPECIFIED\x10\x00\x12\x11\n\rCALLER_CLIENT\x10\x01\x12\x11\n\rCALLER_ROUTER\x10\x02\x12\x11\n\rCALLER_DECODE\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*?\n\x04Pool\x12\x14\n\x10POOL_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOL_PREFILL\x10\x01\x12\x0f\n\x0bPOOL_DECODE\x10\x02:F\n\x07\x63\x61llers\x12\x1e.google.protobuf.MethodOptions\x18\xd1\x86\x03 \x03(\x0e\x32\x13.pagewire.v1.Caller:0\n\x04most\x12\x1d.google.protobuf.FieldOptions\x18\xd1\x86\x03 \x01(\r\x88\x01\x01:5\n\tmost_each\x12\x1d.google.protobuf.FieldOptions\x18\xd2\x86\x03 \x01(\r\x88\x01\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.protos.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CALLER']._serialized_start=1400
-  _globals['_CALLER']._serialized_end=1489
-  _globals['_FINISHREASON']._serialized_start=1491
-  _globals['_FINISHREASON']._serialized_end=1586
-  _globals['_POOL']._serialized_start=1588
-  _globals['_POOL']._serialized_end=1651
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop']._serialized_options = b'\210\265\030\020\220\265\030\200\010'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop_token_ids']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['stop_token_ids']._serialized_options = b'\210\265\030\200\002'
+  _globals['_CONSTRAINT'].fields_by_name['json_schema']._loaded_options = None
+  _globals['_CONSTRAINT'].fields_by_name['json_schema']._serialized_options = b'\210\265\030\200\200\004'
+  _globals['_CONSTRAINT'].fields_by_name['regex']._loaded_options = None
+  _globals['_CONSTRAINT'].fields_by_name['regex']._serialized_options = b'\210\265\030\200\200\004'
+  _globals['_CONSTRAINT'].fields_by_name['grammar']._loaded_options = None
+  _globals['_CONSTRAINT'].fields_by_name['grammar']._serialized_options = b'\210\265\030\200\200\004'
+  _globals['_CONSTRAINT'].fields_by_name['tool_calls']._loaded_options = None
+  _globals['_CONSTRAINT'].fields_by_name['tool_calls']._serialized_options = b'\210\265\030\200\200\004'
+  _globals['_CHOICES'].fields_by_name['texts']._loaded_options = None
+  _globals['_CHOICES'].fields_by_name['texts']._serialized_options = b'\210\265\030\350\007\220\265\030\200\200\004'
+  _globals['_TOKENLOGPROBS'].fields_by_name['top_token_ids']._loaded_options = None
+  _globals['_TOKENLOGPROBS'].fields_by_name['top_token_ids']._serialized_options = b'\210\265\030\200\002'
+  _globals['_TOKENLOGPROBS'].fields_by_name['top_logprobs']._loaded_options = None
+  _globals['_TOKENLOGPROBS'].fields_by_name['top_logprobs']._serialized_options = b'\210\265\030@'
+  _globals['_WORKERREF'].fields_by_name['worker_id']._loaded_options = None
+  _globals['_WORKERREF'].fields_by_name['worker_id']._serialized_options = b'\210\265\030@'
+  _globals['_WORKERREF'].fields_by_name['address']._loaded_options = None
+  _globals['_WORKERREF'].fields_by_name['address']._serialized_options = b'\210\265\030\254\002'
+  _globals['_CALLER']._serialized_start=1489
+  _globals['_CALLER']._serialized_end=1578
+  _globals['_FINISHREASON']._serialized_start=1580
+  _globals['_FINISHREASON']._serialized_end=1675
+  _globals['_POOL']._serialized_start=1677
+  _globals['_POOL']._serialized_end=1740
   _globals['_SAMPLINGPARAMS']._serialized_start=80
-  _globals['_SAMPLINGPARAMS']._serialized_end=737
-  _globals['_CONSTRAINT']._serialized_start=740
-  _globals['_CONSTRAINT']._serialized_end=904
-  _globals['_CHOICES']._serialized_start=906
-  _globals['_CHOICES']._serialized_end=930
-  _globals['_TOKENLOGPROBS']._serialized_start=932
-  _globals['_TOKENLOGPROBS']._serialized_end=1009
-  _globals['_WORKERREF']._serialized_start=1011
-  _globals['_WORKERREF']._serialized_end=1105
-  _globals['_REQUESTSTATS']._serialized_start=1108
-  _globals['_REQUESTSTATS']._serialized_end=1398
+  _globals['_SAMPLINGPARAMS']._serialized_end=755
+  _globals['_CONSTRAINT']._serialized_start=758
+  _globals['_CONSTRAINT']._serialized_end=954
+  _globals['_CHOICES']._serialized_start=956
+  _globals['_CHOICES']._serialized_end=993
+  _globals['_TOKENLOGPROBS']._serialized_start=995
+  _globals['_TOKENLOGPROBS']._serialized_end=1085
+  _globals['_WORKERREF']._serialized_start=1087
+  _globals['_WORKERREF']._serialized_end=1194
+  _globals['_REQUESTSTATS']._serialized_start=1197
+  _globals['_REQUESTSTATS']._serialized_end=1487
 # @@protoc_insertion_point(module_scope)

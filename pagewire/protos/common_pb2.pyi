@@ -38,6 +38,10 @@ POOL_PREFILL: Pool
 POOL_DECODE: Pool
 CALLERS_FIELD_NUMBER: _ClassVar[int]
 callers: _descriptor.FieldDescriptor
+MOST_FIELD_NUMBER: _ClassVar[int]
+most: _descriptor.FieldDescriptor
+MOST_EACH_FIELD_NUMBER: _ClassVar[int]
+most_each: _descriptor.FieldDescriptor
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "logprobs", "skip_special_tokens", "constraint")

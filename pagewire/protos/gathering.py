@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES
@@ -73,8 +72,6 @@ def gather(waiting: deque[Message]) -> Message:
     return first
 
 
-def scatter(message: Message, error: Callable[[str], Exception]) -> tuple[Message, ...]:
-    """Return a message and those in its `more`, in order; raise `error` if they are too many."""
-    if len(message.more) > MAX_MORE:
-        raise error(f"more: found {len(message.more)}; allowed: at most {MAX_MORE}")
+def scatter(message: Message) -> tuple[Message, ...]:
+    """Return a message and those in its `more`, in order."""
     return (message, *message.more)

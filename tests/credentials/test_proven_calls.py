@@ -1,6 +1,7 @@
 """A call through the gate behaves as one without it, for whoever may make it."""
 
 import asyncio
+import re
 from typing import Any
 
 import grpc
@@ -11,8 +12,10 @@ from credentials.cluster import ClusterCredentials
 from credentials.gate import CALL_KEY, ServerGate, current_caller
 from credentials.secret import ClusterSecret
 from observability.rare_line import LOG_PERIOD_S
+from pagewire.protos import worker_pb2
 from tests.simulation import test_memory_grpc as plain
 from tests.simulation.test_memory_grpc import Client, Handlers, Scenario, on_memory, on_sockets
+from tests.support.memory_grpc import MemoryNetwork
 from tests.support.virtual_time import run_virtual
 
 SECRET = ClusterSecret(bytes(range(32)))
@@ -102,6 +105,82 @@ def test_nothing_that_an_impostor_answers_is_read(answer: bytes | None) -> None:
 
     assert asyncio.run(on_sockets(scenario, impostor, proving)) == told
     assert run_virtual(on_memory(scenario, 0.0, impostor, proving)) == told
+
+
+# What a worker answers |-> what its caller is told.
+TOO_MUCH = {
+    worker_pb2.GetInfoResponse(transports=["tcp"] * 17).SerializeToString(): (
+        "transports: found 17 items; allowed: at most 16"
+    ),
+    b"\x0a": "1 bytes are no answer of /pagewire.v1.WorkerService/GetInfo: ",
+}
+
+
+@pytest.mark.parametrize("answer", TOO_MUCH, ids=["too much", "no message"])
+def test_an_answer_that_the_contract_excludes_ends_the_call_of_a_proven_worker(
+    answer: bytes,
+) -> None:
+    rightful = worker_pb2.GetInfoResponse(transports=["tcp"]).SerializeToString()
+
+    async def one(request: Any, context: Any) -> bytes:
+        return answer
+
+    async def many(request: Any, context: Any) -> Any:
+        yield rightful
+        yield answer
+        yield rightful
+
+    def worker(server: Any) -> Any:
+        handlers = {
+            "GetInfo": grpc.unary_unary_rpc_method_handler(one),
+            "Watch": grpc.unary_stream_rpc_method_handler(many),
+        }
+        service = grpc.method_handlers_generic_handler("pagewire.v1.WorkerService", handlers)
+        server.add_generic_rpc_handlers((service,))
+        return server
+
+    async def by_reads(stream: Any, seen: list[Any]) -> None:
+        while (message := await stream.read()) is not grpc.aio.EOF:
+            seen.append(message)
+
+    async def by_iteration(stream: Any, seen: list[Any]) -> None:
+        async for message in stream:
+            seen.append(message)
+
+    async def told(channel: Any) -> list[Any]:
+        parse = worker_pb2.GetInfoResponse.FromString
+        path = "/pagewire.v1.WorkerService/"
+        seen: list[Any] = []
+        for read_all in (by_reads, by_iteration):
+            stream = channel.unary_stream(f"{path}Watch", None, parse)(b"")
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await read_all(stream, seen)
+            seen += [ended.value.code(), stream.cancelled()]
+        with pytest.raises(grpc.aio.AioRpcError, match=re.escape(TOO_MUCH[answer])) as refused:
+            await channel.unary_unary(f"{path}GetInfo", None, parse)(b"")
+        return [*seen, refused.value.code()]
+
+    async def on_memory() -> list[Any]:
+        network = MemoryNetwork(latency_s=0.0, jitter_s=0.0)
+        server = worker(network.server("worker:1", [ServerGate(DECODE)]))
+        await server.start()
+        seen = await told(proving(network.channel("worker:1")))
+        await server.stop(None)
+        return seen
+
+    async def on_sockets() -> list[Any]:
+        server = worker(grpc.aio.server(interceptors=[ServerGate(DECODE)]))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with proving(grpc.aio.insecure_channel(f"127.0.0.1:{port}")) as channel:
+            seen = await told(channel)
+        await server.stop(None)
+        return seen
+
+    first = worker_pb2.GetInfoResponse(transports=["tcp"])
+    internal = grpc.StatusCode.INTERNAL
+    assert run_virtual(on_memory()) == [first, internal, True] * 2 + [internal]
+    assert asyncio.run(on_sockets()) == [first, internal, True] * 2 + [internal]
 
 
 def test_a_flood_of_strangers_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:

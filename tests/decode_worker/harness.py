@@ -15,7 +15,9 @@ from llm_engine.sampling import SamplingParams
 from pagewire.protos import common_pb2, worker_pb2, worker_pb2_grpc
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from prefill_worker.config import PrefillConfig
+from protos.call_guard import CallGuard
 from protos.contract import CONTRACT_VERSION
+from protos.peer_limits import check_limits
 from tests.support.cluster_keys import credentials_of, proven, worker_credentials
 from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens
 from tests.support.loopback import LoopbackNetwork, LoopbackTransport
@@ -184,7 +186,8 @@ class WorkerCluster:
                 FakeEngine(MODEL, num_pages=num_pages, page_size=PAGE_SIZE), token_s=0.001
             )
             transport = LoopbackTransport(self.page_network, executor.engine.storage)
-            server = self.grpc_network.server(identity.address, [ServerGate(credentials)])
+            gates = [ServerGate(credentials), CallGuard(max_calls=1000, check=check_limits)]
+            server = self.grpc_network.server(identity.address, gates)
             is_prefill = worker_id.startswith("prefill")
             config: Any = self.prefill_config if is_prefill else self.decode_config
             context = WorkerContext(

@@ -11,7 +11,6 @@ import grpc
 import pytest
 
 from decode_worker.config import DecodeConfig
-from decode_worker.server import MAX_MET
 from kv_transfer.deadlines import TransferDeadlines
 from llm_engine.engine_step import EngineStep
 from llm_engine.sampling import SamplingParams
@@ -599,9 +598,9 @@ def test_a_router_that_names_too_many_prefill_workers_is_refused() -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         many = [
             WorkerIdentity(worker_id=f"prefill-{number}", incarnation=1, address="h:1")
-            for number in range(MAX_MET + 1)
+            for number in range(4097)
         ]
-        with pytest.raises(grpc.aio.AioRpcError, match=f"found {MAX_MET + 1}; allowed: at most"):
+        with pytest.raises(grpc.aio.AioRpcError, match="found 4097 items; allowed: at most 4096"):
             await meet(cluster, *many)
         await asyncio.sleep(0.1)
         assert cluster.decode.num_connections == 0
@@ -1026,6 +1025,13 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
         "8 emitted tokens; allowed: fewer than 8",
     ),
     "foreign emitted": ({"prompt": (1,), "emitted": {0: [4000]}}, "emitted_token_ids of choice 0"),
+    "too long a name": (
+        {
+            "prompt": (1,),
+            "candidates": [WorkerIdentity(worker_id="x" * 65, incarnation=1, address="h:1")],
+        },
+        "prefill_candidates[0].worker_id: found 65 characters; allowed: at most 64",
+    ),
 }
 
 

@@ -254,6 +254,11 @@ BAD_STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "cache_share: found -0.5; allowed",
     ),
     "no choice": ({"choices": []}, "INVALID_ARGUMENT", "choices: found none"),
+    "too long a salt": (
+        {"cache_salt": bytes(257)},
+        "INVALID_ARGUMENT",
+        "cache_salt: found 257 bytes; allowed: at most 256",
+    ),
     "ticket": ({"ticket": worker_pb2.TransferTicket()}, "INVALID_ARGUMENT", "transfer_id"),
     "connection": ({"connection_id": "lost"}, "ABORTED", "no connection 'lost'"),
     "stale": (

@@ -269,6 +269,24 @@ def test_a_request_of_very_many_fields_is_refused_before_it_is_parsed() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("method", ["Unary", "Joining", "Forgiving"])
+def test_a_request_that_the_check_refuses_reaches_no_handler(method: str) -> None:
+    def check(request: Any) -> None:
+        if len(request.text) > 3:
+            raise ValueError("text: found more than 3")
+
+    async def scenario() -> None:
+        async with guarded(check=check) as channel:
+            call = open_call(channel, method)
+            await call.write(text("xxxx"))
+            await call.done_writing()
+            code, details = await status_of(call)
+            assert (code, "text: found more than 3" in details) == (INVALID, True), details
+            assert await channel.unary_unary("/test/Unary")(text("xxx"))
+
+    run(scenario)
+
+
 def fields(message: Any) -> int:
     """Count as the limit does, but from the parsed message."""
     count = 0

@@ -42,6 +42,13 @@ def test_a_method_names_its_callers() -> None:
     assert "| router |" in session
 
 
+def test_a_field_shows_its_limit_within_the_cluster() -> None:
+    lines = reference_page().splitlines()
+
+    (met,) = (line for line in lines if line.startswith("| `prefill_workers` |"))
+    assert "repeated [WorkerRef](#workerref), at most 4,096 between processes" in met
+
+
 def test_an_unknown_form_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown form in a message: map<string, int32> a = 1;"):
         list(read_blocks("message M {\n  map<string, int32> a = 1;\n}\n"))

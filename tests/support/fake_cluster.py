@@ -27,6 +27,7 @@ from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from prefill_worker.config import PrefillConfig
 from protos.call_guard import CallGuard
 from protos.contract import CONTRACT_VERSION
+from protos.peer_limits import check_limits
 from router.config import RouterConfig
 from router.membership import WorkerMember
 from router.router import Router
@@ -180,9 +181,8 @@ class FakeCluster:
         credentials = worker_credentials(identity)
         process = Process(worker_id)
         with process.entered():
-            server = self.network.server(
-                identity.address, [ServerGate(credentials), CallGuard(max_calls=1000)]
-            )
+            gates = [ServerGate(credentials), CallGuard(max_calls=1000, check=check_limits)]
+            server = self.network.server(identity.address, gates)
             num_pages = self.shape.prefill_pages if is_prefill else self.shape.decode_pages
             executor = VirtualExecutor(
                 FakeEngine(
