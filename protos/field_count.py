@@ -4,6 +4,8 @@ A parser creates an object for every field: twelve megabytes of empty messages b
 objects, in a second during which nothing else runs.
 """
 
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
@@ -32,7 +34,7 @@ def has_more_fields(
     messages = [(0, len(raw), descriptor)]  # first byte, end, type; not looked at yet
     while messages:
         at, end, message = messages.pop()
-        known = message.fields_by_number
+        nested, packed = _parts(message)
         while at < end:
             num_fields += 1
             tag, at = read_varint(raw, at)
@@ -41,10 +43,11 @@ def has_more_fields(
                 _, at = read_varint(raw, at)
             elif kind == BYTES:
                 size, at = read_varint(raw, at)
-                field = known.get(tag >> 3)
-                if field is not None and field.message_type:
-                    messages.append((at, at + size, field.message_type))
-                elif counts_numbers and field is not None and field.is_packed:
+                number = tag >> 3
+                if number in nested:
+                    if size:
+                        messages.append((at, at + size, nested[number]))
+                elif counts_numbers and number in packed:
                     num_fields += size
                 at += size
             elif kind in (FIXED64, FIXED32):
@@ -56,6 +59,16 @@ def has_more_fields(
         if at > end:
             raise ValueError(f"a field ends after its message, at byte {at} of {end}")
     return False
+
+
+@cache
+def _parts(descriptor: Any) -> tuple[Mapping[int, Any], frozenset[int]]:
+    """Return the nested messages, field number |-> type, and the fields of packed numbers."""
+    fields = descriptor.fields
+    return (
+        {each.number: each.message_type for each in fields if each.message_type},
+        frozenset(each.number for each in fields if each.is_packed),
+    )
 
 
 def read_varint(raw: bytes, at: int) -> tuple[int, int]:
