@@ -51,9 +51,9 @@ class AsyncClient:
     continues at the next one, or at the same one when it is back, without a lost, repeated or
     changed token. It looks for a router for `resume_s` seconds (0: not at all). A call that has
     received nothing yet is repeated with growing pauses, for a second at most, if its router is
-    lost or answers UNAVAILABLE, as without a ready worker. A generation that loses its router is
-    repeated for five seconds, as long as a restart takes, if the client has been served before.
-    Any other refusal is final.
+    lost or answers UNAVAILABLE, as without a ready worker. A generation is repeated for five
+    seconds, as long as a restart takes, if its router says that it stops, or is lost after it has
+    served this client. Any other refusal is final.
 
     With `hedge_after_s` above 0, a generation that has received nothing for so many seconds also
     goes to the next router, or once more to the only address. The router that answers first goes
