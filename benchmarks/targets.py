@@ -161,7 +161,7 @@ def _kept_memory(file: str) -> Outcome:
         for each in survivor_growth_mib(case, row)[1:]
     ]
     return Outcome(
-        what=f"the survivor's GPU memory, median of {len(grew)} kills but a cluster's first: grows by",
+        what=f"{len(grew)} kills over NCCL: the survivor's GPU memory grows by, median",
         target=0,
         found=median(grew),
         unit="MiB",
