@@ -29,6 +29,11 @@ def prepare_ray(*, is_local: bool) -> None:
         # Nothing reads what Ray's processes tell of their tasks, and where Ray has died, those that
         # end would wait five seconds to tell the rest of it.
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+        # A raylet that finds its object store or its agent not ready yet would wait for a second.
+        # It gives up after ten seconds in the one case, and after thirty in the other, as before.
+        os.environ.setdefault("RAY_raylet_client_connect_timeout_milliseconds", "20")
+        os.environ.setdefault("RAY_raylet_client_num_connect_attempts", "500")
+        os.environ.setdefault("RAY_agent_manager_retry_interval_ms", "100")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Every log line is written, in colour only on a terminal.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")

@@ -4,19 +4,29 @@
 as it does by itself, and tests/cluster/test_ray_doors.py fails.
 """
 
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ray._private import node as ray_node  # Ray has no public name for it
+from ray._private import node as ray_node  # Ray has no public name for these
+from ray._raylet import (  # type: ignore[attr-defined]
+    DASHBOARD_AGENT_LISTEN_PORT_NAME,
+    METRICS_AGENT_PORT_NAME,
+    METRICS_EXPORT_PORT_NAME,
+    persist_port,
+)
 
 LOOK_PERIOD_S = 0.02
 LOOKS_S = 30.0  # limit of all looks, and of one; Ray itself then waits as long again, and raises
+# Ports on which a dashboard would ask this host, and what Ray's agent writes if there is none.
+UNUSED_PORTS = (DASHBOARD_AGENT_LISTEN_PORT_NAME, METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME)
+NO_PORT = -1
 
 
 class NodeOfOneCluster(ray_node.Node):
-    """A node without dashboard and autoscaler."""
+    """A node without dashboard and autoscaler, whose raylet does not wait for its agents."""
 
     def start_monitor(self) -> None:
         """Start no autoscaler: this cluster has one host."""
@@ -28,6 +38,7 @@ class NodeOfOneCluster(ray_node.Node):
 
     def start_ray_processes(self) -> None:
         """Start the raylet, and return when it has registered: Ray looks only once a second."""
+        self._tell_ports_of_agents()
         super().start_ray_processes()  # type: ignore[no-untyped-call]
         [raylet] = self.all_processes["raylet"]
         control_store: Any = self.get_gcs_client()  # type: ignore[no-untyped-call]
@@ -38,6 +49,22 @@ class NodeOfOneCluster(ray_node.Node):
             and time.monotonic() < deadline
         ):
             time.sleep(LOOK_PERIOD_S)
+
+    def _tell_ports_of_agents(self) -> None:
+        """Tell the raylet the ports of its two agents, which it would otherwise learn from them.
+
+        That takes until they have imported Ray. One makes environments for workers that do not
+        inherit theirs; the other one serves a dashboard.
+        """
+        session: str = self.get_session_dir_path()  # type: ignore[no-untyped-call]
+        for name in UNUSED_PORTS:
+            persist_port(session, self.node_id, name, NO_PORT)
+        # Bound until this process ends: nobody gets the port but the agent, which shares it.
+        bound = socket.socket()
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((self.node_ip_address, 0))
+        self._ray_params.runtime_env_agent_port = bound.getsockname()[1]
+        bound.detach()
 
 
 @contextmanager

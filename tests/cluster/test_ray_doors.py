@@ -22,6 +22,21 @@ ray.init(address=sys.argv[1], namespace="pagewire", log_to_driver=False)
 print("joined", ray.get(ray.remote(num_cpus=0)(lambda: "and ran").remote()))
 """
 
+# Python runs this at the start of each process of Ray: the agents wait here.
+HOLD_AGENTS = """
+import sys, time
+from pathlib import Path
+folder = Path(__file__).parent
+deadline = time.monotonic() + 5.0
+while any(word.endswith(("agent.py", "agent/main.py")) for word in sys.orig_argv):
+    if (folder / "released").exists():
+        break
+    if time.monotonic() >= deadline:
+        (folder / "late").touch()
+        break
+    time.sleep(0.01)
+"""
+
 
 def join(address, **environment):
     """Be another process of this host that wants to run a task."""
@@ -36,12 +51,21 @@ def join(address, **environment):
 
 
 @pytest.fixture(scope="module")
-def local_ray():
-    """A Ray as `pagewire serve` starts it, with one actor."""
+def held_agents(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("held")
+    (folder / "sitecustomize.py").write_text(HOLD_AGENTS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def local_ray(held_agents):
+    """A Ray as `pagewire serve` starts it, with one actor; until that runs, its agents wait."""
     forget_token()
-    running = start_local_ray(0, shows_worker_logs=False)
+    path = os.pathsep.join([str(held_agents), os.environ.get("PYTHONPATH", "")])
+    running = start_local_ray(0, {"PYTHONPATH": path}, shows_worker_logs=False)
     actor = ray.remote(num_cpus=0)(Actor).remote()
     ray.get(actor.pid.remote())
+    (held_agents / "released").touch()
     token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
@@ -53,6 +77,9 @@ class Actor:
     def pid(self):
         return os.getpid()
 
+    def variable(self, name):
+        return os.environ.get(name)
+
 
 def test_a_ray_has_no_processes_but_those_that_a_cluster_uses(local_ray):
     """No dashboard, for which a start would wait, and no autoscaler."""
@@ -61,6 +88,18 @@ def test_a_ray_has_no_processes_but_those_that_a_cluster_uses(local_ray):
 
     assert {each.name() for each in children} >= {"gcs_server", "raylet"}
     assert [each for each in scripts if each.endswith(".py")] == ["log_monitor.py"]
+
+
+def test_an_actor_starts_before_rays_agents_answer(local_ray, held_agents):
+    assert not (held_agents / "late").exists()
+
+
+def test_an_actor_may_have_variables_that_its_ray_does_not_have(local_ray):
+    """Workers that share a GPU do; one of the agents makes their environment."""
+    variables = {"env_vars": {"ONLY_OF_THIS_ACTOR": "1"}}
+    actor = ray.remote(num_cpus=0)(Actor).options(runtime_env=variables).remote()
+
+    assert ray.get(actor.variable.remote("ONLY_OF_THIS_ACTOR"), timeout=30) == "1"
 
 
 def test_only_this_host_reaches_any_process_of_ray(local_ray):

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 from ray._private import node as ray_node
+from ray._raylet import Config
 
 from cluster import ray_node as own_node
 from cluster.ray_node import NodeOfOneCluster, only_what_a_cluster_uses
@@ -34,6 +35,7 @@ def test_a_node_waits_until_its_raylet_is_registered_or_has_ended(monkeypatch, r
 
     monkeypatch.setattr(ray_node.Node, "start_ray_processes", start)
     monkeypatch.setattr(ray_node.Node, "get_gcs_client", lambda node: raylet)
+    monkeypatch.setattr(NodeOfOneCluster, "_tell_ports_of_agents", lambda node: None)
     monkeypatch.setattr(own_node, "LOOK_PERIOD_S", 0.0)
 
     NodeOfOneCluster.__new__(NodeOfOneCluster).start_ray_processes()
@@ -48,3 +50,10 @@ def test_other_nodes_of_this_process_stay_rays_own():
         raise RuntimeError("a node that starts too slowly")
 
     assert ray_node.Node is before
+
+
+def test_ray_knows_the_variables_for_shorter_pauses():
+    pause_ms = Config.raylet_client_connect_timeout_milliseconds()
+
+    assert pause_ms == 20  # by default 1,000
+    assert pause_ms * Config.raylet_client_num_connect_attempts() == 10_000
