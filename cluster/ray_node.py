@@ -10,18 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ray._private import node as ray_node  # Ray has no public name for these
-from ray._raylet import (  # type: ignore[attr-defined]
-    DASHBOARD_AGENT_LISTEN_PORT_NAME,
-    METRICS_AGENT_PORT_NAME,
-    METRICS_EXPORT_PORT_NAME,
-    persist_port,
-)
+from ray import _raylet as raylet_ports  # Ray has no public name for these
+from ray._private import node as ray_node
 
 LOOK_PERIOD_S = 0.02
 LOOKS_S = 30.0  # limit of all looks, and of one; Ray itself then waits as long again, and raises
 # Ports on which a dashboard would ask this host, and what Ray's agent writes if there is none.
-UNUSED_PORTS = (DASHBOARD_AGENT_LISTEN_PORT_NAME, METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME)
+UNUSED_PORTS = (
+    "DASHBOARD_AGENT_LISTEN_PORT_NAME",
+    "METRICS_AGENT_PORT_NAME",
+    "METRICS_EXPORT_PORT_NAME",
+)
 NO_PORT = -1
 
 
@@ -56,9 +55,13 @@ class NodeOfOneCluster(ray_node.Node):
         That takes until they have imported Ray. One makes environments for workers that do not
         inherit theirs; the other one serves a dashboard.
         """
+        names = [getattr(raylet_ports, name, None) for name in UNUSED_PORTS]
+        persist = getattr(raylet_ports, "persist_port", None)
+        if persist is None or None in names:
+            return  # another Ray, which learns them as it does by itself
         session: str = self.get_session_dir_path()  # type: ignore[no-untyped-call]
-        for name in UNUSED_PORTS:
-            persist_port(session, self.node_id, name, NO_PORT)
+        for name in names:
+            persist(session, self.node_id, name, NO_PORT)
         # Bound until this process ends: nobody gets the port but the agent, which shares it.
         bound = socket.socket()
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
