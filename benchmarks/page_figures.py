@@ -8,7 +8,7 @@ benchmarks.serving_figures.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,13 @@ FIGURES = ROOT / "docs" / "figures"
 SERVING_FILES = ("serving-matrix-h200-x2.json", "serving-matrix-h200.json")
 COLORS = (BLUE, ORANGE, LIGHT_BLUE, RED)
 KILLS_FILE = "kills-nccl-h100-x2.json"
+ABLATION_FILES = ("ablation-h100-x2.json", "ablation-delta-h100-x2.json")
 NUM_LAYERS, LAYER_WEIGHTS = 32, ("qkv", "output", "gate_up", "down")
 
 
 def serving(kind: str) -> str:
     """One kind of cases of the serving matrix, of both files."""
-    contents = [_content(name) for name in SERVING_FILES]
-    rows: dict[str, Row] = {}
-    for content in contents:
-        rows |= {row["case"]: row for row in content["cases"]}
-    charts = dict(serving_charts(rows, "; ".join(map(hardware_of, contents))))
+    charts = dict(serving_charts(*_rows_and_hardware(SERVING_FILES)))
     return draw(charts[f"serving-{kind}"])
 
 
@@ -169,10 +166,14 @@ def gateway() -> str:
 
 def kills() -> str:
     """What a kill between two GPUs costs."""
-    content = _content(KILLS_FILE)
-    rows = {row["case"]: row for row in content["cases"]}
-    charts = dict(disaggregation_charts(rows, hardware_of(content)))
+    charts = dict(disaggregation_charts(*_rows_and_hardware([KILLS_FILE])))
     return draw(charts["kill"])
+
+
+def ablation() -> str:
+    """What delta transfer and cascade attention are worth."""
+    charts = dict(disaggregation_charts(*_rows_and_hardware(ABLATION_FILES)))
+    return draw(charts["ablation"])
 
 
 DRAWINGS: Mapping[str, Callable[[], str]] = {
@@ -181,6 +182,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "serving-ttft": partial(serving, "ttft"),
     "serving-mixed": partial(serving, "mixed"),
     "targets": targets,
+    "ablation": ablation,
     "engine-step": engine_step,
     "step-profile": step_profile,
     "linear-h100": linear,
@@ -194,6 +196,13 @@ def main() -> None:
     """Write all figures."""
     for name, drawing in DRAWINGS.items():
         (FIGURES / f"{name}.svg").write_text(drawing(), encoding="utf-8")
+
+
+def _rows_and_hardware(files: Sequence[str]) -> tuple[dict[str, Row], str]:
+    """Return all rows of files by case, and where they were measured."""
+    contents = [_content(name) for name in files]
+    rows = {row["case"]: row for content in contents for row in content["cases"]}
+    return rows, "; ".join(map(hardware_of, contents))
 
 
 def _content(name: str) -> Any:

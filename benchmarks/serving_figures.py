@@ -122,8 +122,9 @@ def disaggregation_charts(rows: Rows, hardware: str) -> Iterator[tuple[str, Char
             bars(
                 "Streams that share a prefix, all tokens (shorter is better)",
                 (
-                    f"{hardware}; streams, shared tokens, own tokens of each.",
-                    "delta: only missing pages move; cascade: a shared prefix is read once a step.",
+                    hardware,
+                    "Streams, shared tokens, own tokens. Delta: only missing pages move. Cascade: "
+                    "a shared prefix is read once a step.",
                 ),
                 [
                     (shape, [_ms(rows, f"ablation/{arm}/{shape}") for arm in ARMS])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.figures import FLASHINFER_CASCADE, FLASHINFER_DECODE, read_times
 from benchmarks.measured_host import in_short
-from benchmarks.serving_figures import VLLM
+from benchmarks.serving_figures import ARMS, VLLM
 from benchmarks.stream_statistics import Row
 from benchmarks.targets import SERVING_MS, other_outcomes, serving_outcomes
 from benchmarks.transfer_shares import LENGTHS, transfer_case, transfer_shares
@@ -184,6 +184,30 @@ def pools() -> str:
     )
 
 
+def ablation() -> str:
+    """What delta transfer and cascade attention are worth, alone and together."""
+    rows = _rows_of("ablation-h100-x2.json") | _rows_of("ablation-delta-h100-x2.json")
+
+    def cells(shape: str) -> Iterator[str]:
+        streams, shared, own = map(int, shape.split(","))
+        both, cascade, delta, none = (rows.get(f"ablation/{arm}/{shape}") for arm in ARMS)
+        yield f"{streams} of {shared:,} + {own}"
+        yield from (_cell(row, "ms", 1000) for row in (both, cascade, delta, none))
+        yield from (_cell(row, "step_ms") for row in (both, delta))
+        yield from (_cell(row, "prime_bytes_moved", 1e9) for row in (both, cascade))
+
+    shapes = dict.fromkeys(case.rpartition("/")[2] for case in rows)
+    heads = (
+        *("streams of shared + own tokens", *(f"{arm}, s" for arm in ARMS)),
+        *("step, both, ms", "step, delta, ms", "moved, both, GB", "moved, cascade, GB"),
+    )
+    return table(heads, (tuple(cells(shape)) for shape in shapes))
+
+
+def _cell(row: Row | None, name: str, unit: float = 1.0) -> str:
+    return "" if row is None else _ms(row[name] / unit)
+
+
 def transfers() -> str:
     """First tokens of new prompts with and without a transfer, and the transfers themselves."""
     rows = _rows_of(TRANSFERS_RESULT)
@@ -338,6 +362,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine-step": engine_step,
     "step-profile": step_profile,
     "pools": pools,
+    "ablation": ablation,
     "transfers": transfers,
     "decode-attention": decode_attention,
     "cascade-attention": cascade_attention,
