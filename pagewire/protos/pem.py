@@ -5,6 +5,7 @@ certificate by a handshake in memory, which finds whatever a peer would find.
 """
 
 import logging
+import math
 import os
 import ssl
 import tempfile
@@ -21,6 +22,7 @@ from pagewire.protos.secret_files import warn_if_public
 log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 1 << 20
+RETRY_S = 10.0  # a refused renewal may be right by then: readable, or valid
 _NO_CHECK_TIME = 0x20_0000  # X509_V_FLAG_NO_CHECK_TIME, which `ssl` has no name for
 HOSTNAME_MISMATCH = 62  # X509_V_ERR_HOSTNAME_MISMATCH
 IP_MISMATCH = 64  # X509_V_ERR_IP_ADDRESS_MISMATCH
@@ -83,6 +85,8 @@ class Pem:
 class LivePem:
     """Files that are read again after a renewal; an incomplete or wrong renewal changes nothing.
 
+    It is tried again from time to time: a file may become readable, or a certificate valid.
+
     Any thread may use it.
 
     Args:
@@ -99,18 +103,22 @@ class LivePem:
         self._lock = threading.Lock()
         self._stamp = _stamp(files)
         self._pem = read_pem(files)
+        self._retry_at = math.inf  # when to try a refused renewal again, monotonic
 
     def current(self) -> Pem:
         """Return the current content: the same object until the files change."""
         with self._lock:
             # Before the files are read: the next call sees changes made meanwhile.
-            stamp = _stamp(self._files)
-            if stamp != self._stamp:
-                self._stamp = stamp
+            stamp, now = _stamp(self._files), time.monotonic()
+            is_new = stamp != self._stamp
+            if is_new or now >= self._retry_at:
+                self._stamp, self._retry_at = stamp, math.inf
                 try:
                     self._pem = read_pem(self._files)
                 except PemError as error:
-                    self._refused(error)
+                    self._retry_at = now + RETRY_S
+                    if is_new:
+                        self._refused(error)
             return self._pem
 
 

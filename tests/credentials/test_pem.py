@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from cryptography.hazmat.primitives import serialization
 
 from credentials.config import FrontTlsConfig, TlsConfig, TlsSettings
 from options.option import WrongOptions
-from pagewire.protos.pem import LivePem, PemError, is_for, read_pem
+from pagewire.protos.pem import RETRY_S, LivePem, PemError, PemFile, is_for, read_pem
 from tests.support.certificates import Authority, Pair
 
 ROOT = Path(__file__).parents[2]
@@ -261,6 +262,49 @@ def test_a_renewal_that_has_expired_or_is_gone_changes_nothing(authority: Author
         "tls.certificate_file:",
         "tls.key_file:",
     ]
+
+
+def test_a_renewal_that_is_early_is_used_once_it_is_valid(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagewire.protos.pem.RETRY_S", 0.0)
+    renewed = Renewed(authority)
+    first, now = renewed.live.current(), time.time()
+    with monkeypatch.context() as slow:  # this host's clock, behind that of the issuer
+        slow.setattr(time, "time", lambda: now - 3600)
+        authority.pair("pagewire", "second", days=(-0.01, 1), replaces=renewed.pair)
+        for _ in range(3):
+            assert renewed.live.current() is first
+
+    second = renewed.live.current()
+    assert second.names == ("pagewire", "second")
+    assert renewed.live.current() is second
+    (told,) = renewed.told
+    assert "is not valid before" in told
+
+
+def test_a_renewal_that_becomes_readable_is_used(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # To mend a file's owner or mode changes neither its content nor the time of its last change.
+    renewed = Renewed(authority)
+    first = renewed.live.current()
+    with monkeypatch.context() as denying:
+        denying.setattr("pagewire.protos.pem._read", _deny)
+        authority.pair("pagewire", "second", replaces=renewed.pair)
+        assert renewed.live.current() is first
+    assert renewed.live.current() is first, "not at each connection"
+
+    later = time.monotonic() + RETRY_S
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+
+    assert renewed.live.current().names == ("pagewire", "second")
+    (told,) = renewed.told
+    assert told.endswith("Permission denied")
+
+
+def _deny(file: PemFile, *, is_secret: bool = False) -> bytes:
+    raise PemError(file.option, f"{file.path} cannot be read: Permission denied")
 
 
 def test_a_link_that_leads_elsewhere_is_a_renewal(authority: Authority, tmp_path: Path) -> None:
