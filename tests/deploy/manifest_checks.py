@@ -517,6 +517,11 @@ def security(overlay: Overlay, _: Path) -> Iterator[str]:
         for one in pod.containers:
             if one.get("securityContext") != SECURED:
                 yield f"{pod.where}, {one['name']}: its securityContext must be {SECURED}"
+            words = " ".join((*one.get("command", ()), *one.get("args", ())))
+            for each in one.get("env", ()):
+                is_secret = "secretKeyRef" in each.get("valueFrom", {})
+                if is_secret and f"$({each['name']})" in words:
+                    yield f"{pod.where}, {one['name']}: {each['name']} is on its command line"
 
 
 def limits(overlay: Overlay, _: Path) -> Iterator[str]:
@@ -771,7 +776,8 @@ def stores(overlay: Overlay, _: Path) -> Iterator[str]:
     for pod in overlay.selected(service["spec"]["selector"]):
         (container,) = pod.containers
         given = [each.get("valueFrom", {}).get("secretKeyRef") for each in container["env"]]
-        if secret is None or secret not in given or "--requirepass" not in container["command"]:
+        asks = any("requirepass" in each for each in container["command"])
+        if secret is None or secret not in given or not asks:
             yield f"{pod.where}: its password is not the head's, {secret}"
         claims = {
             each["metadata"]["name"]

@@ -5,12 +5,14 @@ No API server takes part. Each check is shown to find a fault that is planted fo
 
 import copy
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import uuid
+from pathlib import Path
 
 import pytest
 from google.protobuf import json_format
@@ -18,6 +20,7 @@ from google.protobuf import json_format
 from pagewire.protos import inference_pb2
 from tests.deploy import manifest_checks as checks
 from tests.deploy.kubectl import kustomize
+from tests.support.processes import until
 
 KUBERNETES = checks.ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("cpu-demo", "production", "single-node")
@@ -433,7 +436,8 @@ FAULTS = [
     ),
     ("stores", put(state, "redis:6379", "redisAddress"), "where no Service is"),
     ("stores", put(state, "ray", "redisPassword", "valueFrom", "secretKeyRef", "name"), "password"),
-    ("stores", put(redis, "/tmp", "command", 6), "/tmp is on no claim"),
+    ("stores", put(redis, "/tmp", "command", 7), "/tmp is on no claim"),
+    ("security", put(redis, "$(REDISCLI_AUTH)", "command", 5), "REDISCLI_AUTH is on its command"),
     ("stores", take(lambda o: o.cluster["spec"], "gcsFaultToleranceOptions"), "no head uses it"),
     (
         "disruptions",
@@ -512,6 +516,27 @@ def test_a_planted_fault_is_found(rendered, check, plant, told, tmp_path):
     found = list(getattr(checks, check)(overlay, tmp_path))
 
     assert any(told in each for each in found), found
+
+
+@pytest.mark.skipif(not shutil.which("redis-server"), reason="redis-server is missing")
+def test_redis_wants_its_password_and_shows_it_to_nobody(rendered, tmp_path):
+    command = redis(rendered["production"])["command"]
+    words = [str(tmp_path) if each == "/data" else each for each in command]
+    at = str(tmp_path / "socket")
+    environment = {"PATH": os.environ["PATH"], "REDISCLI_AUTH": "a-password"}
+
+    def told(**given):
+        asked = ["redis-cli", "-s", at, "ping"]
+        return subprocess.run(asked, env=environment | given, capture_output=True, text=True).stdout
+
+    with subprocess.Popen([*words, "--port", "0", "--unixsocket", at], env=environment) as store:
+        try:
+            until(lambda: told() == "PONG\n")
+            assert "NOAUTH" in told(REDISCLI_AUTH="")
+            assert b"a-password" not in Path(f"/proc/{store.pid}/cmdline").read_bytes()
+        finally:
+            store.terminate()
+    assert list((tmp_path / "appendonlydir").iterdir())
 
 
 def test_each_check_has_a_planted_fault():
