@@ -22,6 +22,13 @@ AUTO = "auto"  # Ray looks for a cluster on this host
 HEAD_METHOD = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 _MESSAGES: Any = gcs_service_pb2  # without types
 _ALIVE = 0  # state of a node
+_TOO_LATE = grpc.StatusCode.DEADLINE_EXCEEDED
+_REASONS = {
+    _TOO_LATE: "what listens there did not answer in time: it is not the head of a Ray cluster, or "
+    "its host is busy",
+    grpc.StatusCode.UNAUTHENTICATED: "what listens there refuses the token of this process, or "
+    "wants one; if it is a Ray, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH",
+}
 _Metadata = tuple[tuple[str, str], ...]
 
 
@@ -45,12 +52,8 @@ def check_ray_answers(address: str) -> None:
             grpc.channel_ready_future(channel).result(PROBE_TIMEOUT_S)
             _wait_for_own_node(told, channel, _token_of_ray(address))
     except (grpc.FutureTimeoutError, grpc.RpcError) as error:
-        reason = "what listens there is not the head of a Ray cluster"
-        if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
-            reason = (
-                "what listens there refuses the token of this process, or wants one; if it is a "
-                "Ray, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
-            )
+        code = error.code() if isinstance(error, grpc.RpcError) else _TOO_LATE
+        reason = _REASONS.get(code, "what listens there is not the head of a Ray cluster")
         raise _no_answer(told, reason) from None
     except OSError as error:
         reason = str(error)

@@ -1,4 +1,5 @@
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,10 +31,25 @@ def test_a_listener_that_never_answers_is_refused_within_three_seconds(accepts):
         silent.listen(1 if accepts else 0)
         started = time.monotonic()
 
-        with pytest.raises(StartError, match="not the head of a Ray cluster"):
+        with pytest.raises(StartError, match="did not answer in time: it is not the head of a Ray"):
             check_ray_answers(f"127.0.0.1:{silent.getsockname()[1]}")
 
     assert_within(time.monotonic() - started, 3.5)
+
+
+def test_a_head_that_is_busy_is_not_said_to_be_none(ray_uses, monkeypatch):
+    ray_uses("127.0.0.1")
+    monkeypatch.setattr(ray_address, "ANSWER_TIMEOUT_S", 0.1)
+    is_over = threading.Event()
+
+    def answer(request, context):
+        is_over.wait(10)
+        return nodes(own="127.0.0.1")
+
+    with answering(HEAD_METHOD, answer) as address:
+        with pytest.raises(StartError, match=r"did not answer in time: .* or its host is busy"):
+            check_ray_answers(address)
+        is_over.set()
 
 
 def test_an_unknown_host_is_refused():
