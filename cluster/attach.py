@@ -137,6 +137,11 @@ def ask(call: Any, timeout_s: float = ASK_TIMEOUT_S) -> Any:
         if isinstance(error.cause, ClusterError):
             raise error.cause from None
         raise
+    except ray.exceptions.GetTimeoutError as error:
+        raise StartError(
+            f"the cluster did not answer within {timeout_s:g} s; what it was asked for may have "
+            "begun: `pagewire status` shows it, then try again"
+        ) from error
     except ray.exceptions.RayError as error:
         raise StartError(
             f"the cluster does not answer ({last_line(error)}); Ray starts it again "

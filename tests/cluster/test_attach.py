@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from cluster import attach
-from cluster.attach import START_TIMEOUT_S, ask_starting, last_line
+from cluster.attach import START_TIMEOUT_S, ask, ask_starting, last_line
 from cluster.errors import StartError
 
 WAITING = ["waiting for the cluster's controller, which Ray starts"]
@@ -44,6 +44,15 @@ def test_the_wait_for_a_controller_ends_and_says_for_what_it_was(monkeypatch):
         ask_starting("answer", lines.append, lambda: None)
     assert clock.now == 100.0 + START_TIMEOUT_S
     assert lines == WAITING
+
+
+def test_a_controller_that_answers_too_late_may_have_done_what_it_was_asked_for(monkeypatch):
+    def get(call, timeout):
+        raise ray.exceptions.GetTimeoutError("some object(s) not ready")
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(StartError, match=r"not answer within 7 s; what .* may have begun: .pagew"):
+        ask(None, timeout_s=7.0)
 
 
 def test_whoever_waits_for_a_controller_may_give_up(monkeypatch):
