@@ -15,6 +15,10 @@ itself:
 - So does a request of more than `max_fields` fields, before it is parsed: millions of tiny fields
   would stop the event loop for a second.
 - So does a request in which `check` finds something, such as a field with too much.
+- So does one of more than 4 KiB to a standard service, health or reflection.
+
+Anybody may call the standard services, and gRPC keeps what it has of a message until the rest
+comes. So few of their calls may be without a request, and their streams have the deadline for each.
 """
 
 import asyncio
@@ -22,6 +26,7 @@ import inspect
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -30,6 +35,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 from grpc_status import rpc_status
 
+from pagewire.protos import common_pb2
 from pagewire.protos.call_tasks import mark_seen
 from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES
 from protos.bad_text import find_bad_text
@@ -38,8 +44,11 @@ from protos.retry_delay import retry_info
 from protos.shares import may_take
 
 MAX_SILENT = 128
+MAX_SILENT_STANDARD = 8  # likewise, of calls to standard services: each may have 64 MiB half sent
 YOUNG_S = 0.5  # bursts of calls are accepted faster than their requests are read
 REQUEST_S = 10.0  # for the largest request over a slow line
+STANDARD_BYTES = 4096  # of a request to a standard service: a name
+_CONTRACT = f"/{common_pb2.DESCRIPTOR.package}."  # begins the names of all other methods
 RETRY_DELAY_S = 0.5  # the end of a call cannot be predicted
 
 Serve = Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]
@@ -99,14 +108,14 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._max_calls = max_calls
         self._max_fields = max_fields
         self._check = check
-        self._max_silent = max_silent
-        self._request_s = request_s
         self._retry_delay_s = retry_delay_s
         self._caller = caller
         self._num_open: Counter[str] = Counter()  # by method
         self._num_own: Counter[tuple[str, str]] = Counter()  # by method and caller; none is 0
-        self._silent: dict[_Silence, None] = {}  # oldest first
-        self._trimming: asyncio.TimerHandle | None = None  # set while there are too many
+        self._silent, self._silent_standard = (
+            _SilentCalls(most, request_s, retry_delay_s)
+            for most in (max_silent, min(max_silent, MAX_SILENT_STANDARD))
+        )
         self._guarded: dict[str, Any] = {}  # method |-> handler
 
     async def intercept_service(
@@ -123,6 +132,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     def _guard(self, method: str, handler: Any) -> Any:
         respond = _responding(method, handler)
+        is_standard = not method.startswith(_CONTRACT)
+        silent = self._silent_standard if is_standard else self._silent
 
         async def parse(raw: bytes) -> Any:
             return await self._parse(method, handler.request_deserializer, raw)
@@ -131,12 +142,13 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             try:
                 with self._place(method):
                     if handler.request_streaming:
-                        requests = _Requests(context, parse)
+                        read = partial(silent.read, context) if is_standard else context.read
+                        requests = _Requests(read, parse)
                         await respond(requests, context)
                         if requests.refused:
                             raise requests.refused
                     else:
-                        await respond(await parse(await self._read(context)), context)
+                        await respond(await parse(await silent.read_only(context)), context)
             except CallRefused as refused:
                 await refused.end(context)
 
@@ -171,54 +183,12 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 if not self._num_own[own]:
                     del self._num_own[own]
 
-    async def _read(self, context: grpc.aio.ServicerContext) -> bytes:
-        """Return the only request of a call."""
-        silence = _Silence(asyncio.get_running_loop().time())
-        self._silent[silence] = None
-        try:
-            raw = await self._read_in_time(context, silence)
-        finally:
-            self._silent.pop(silence, None)
-        if raw is grpc.aio.EOF:
-            raise CallRefused(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
-        return raw
-
-    async def _read_in_time(self, context: grpc.aio.ServicerContext, silence: "_Silence") -> bytes:
-        reading: asyncio.Future[bytes] = asyncio.ensure_future(context.read())
-        reading.add_done_callback(mark_seen)
-        try:
-            async with asyncio.timeout(self._request_s) as silence.limit:
-                if self._trimming is None:
-                    self._trim()
-                # Shielded: gRPC leaks some memory for each cancelled operation.
-                return await asyncio.shield(reading)
-        except TimeoutError:
-            if silence.is_ended:
-                raise NoRoom(
-                    f"no request came, and {self._max_silent} newer calls wait for theirs",
-                    self._retry_delay_s,
-                ) from None
-            raise CallRefused(
-                grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"no request came within {self._request_s:g} s",
-            ) from None
-
-    def _trim(self) -> None:
-        """End the oldest silent calls while there are too many, except young ones."""
-        loop = asyncio.get_running_loop()
-        self._trimming = None
-        while len(self._silent) > self._max_silent:
-            oldest = next(iter(self._silent))
-            if loop.time() < oldest.since + YOUNG_S:
-                self._trimming = loop.call_at(oldest.since + YOUNG_S, self._trim)
-                return
-            del self._silent[oldest]
-            oldest.end()
-
     async def _parse(
         self, method: str, deserialize: Callable[[bytes], Any] | None, raw: bytes
     ) -> Any:
         try:
+            if len(raw) > STANDARD_BYTES and not method.startswith(_CONTRACT):
+                raise ValueError(f"allowed: at most {STANDARD_BYTES} bytes")
             if self._max_fields is not None and len(raw) > LARGE_REQUEST_BYTES:
                 await self._check_num_fields(method, raw, self._max_fields)
             request = deserialize(raw) if deserialize else raw
@@ -241,8 +211,72 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             raise ValueError(f"found more than {limit} fields; allowed: at most {limit}")
 
 
+class _SilentCalls:
+    """Calls that wait for a message: of too many, the oldest end.
+
+    Args:
+        most: Not counting those younger than YOUNG_S.
+        request_s, retry_delay_s: As of the guard.
+    """
+
+    def __init__(self, most: int, request_s: float, retry_delay_s: float) -> None:
+        self._most = most
+        self._request_s = request_s
+        self._retry_delay_s = retry_delay_s
+        self._calls: dict[_Silence, None] = {}  # oldest first
+        self._trimming: asyncio.TimerHandle | None = None  # set while there are too many
+
+    async def read_only(self, context: grpc.aio.ServicerContext) -> bytes:
+        """Return the only request of a call."""
+        raw: bytes = await self.read(context)
+        if raw is grpc.aio.EOF:
+            raise CallRefused(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
+        return raw
+
+    async def read(self, context: grpc.aio.ServicerContext) -> Any:
+        """Return the next message of a call, or EOF."""
+        silence = _Silence(asyncio.get_running_loop().time())
+        self._calls[silence] = None
+        try:
+            return await self._read_in_time(context, silence)
+        finally:
+            self._calls.pop(silence, None)
+
+    async def _read_in_time(self, context: grpc.aio.ServicerContext, silence: "_Silence") -> Any:
+        reading: asyncio.Future[bytes] = asyncio.ensure_future(context.read())
+        reading.add_done_callback(mark_seen)
+        try:
+            async with asyncio.timeout(self._request_s) as silence.limit:
+                if self._trimming is None:
+                    self._trim()
+                # Shielded: gRPC leaks some memory for each cancelled operation.
+                return await asyncio.shield(reading)
+        except TimeoutError:
+            if silence.is_ended:
+                raise NoRoom(
+                    f"no request came, and {self._most} newer calls wait for theirs",
+                    self._retry_delay_s,
+                ) from None
+            raise CallRefused(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"no request came within {self._request_s:g} s",
+            ) from None
+
+    def _trim(self) -> None:
+        """End the oldest calls while there are too many, except young ones."""
+        loop = asyncio.get_running_loop()
+        self._trimming = None
+        while len(self._calls) > self._most:
+            oldest = next(iter(self._calls))
+            if loop.time() < oldest.since + YOUNG_S:
+                self._trimming = loop.call_at(oldest.since + YOUNG_S, self._trim)
+                return
+            del self._calls[oldest]
+            oldest.end()
+
+
 class _Silence:
-    """One call that has not sent its request."""
+    """One call that waits for a message."""
 
     def __init__(self, since: float) -> None:
         self.since = since  # loop time
@@ -258,19 +292,19 @@ class _Silence:
 class _Requests:
     """The parsed messages of a request stream."""
 
-    def __init__(self, context: grpc.aio.ServicerContext, parse: Parse) -> None:
+    def __init__(self, read: Callable[[], Awaitable[Any]], parse: Parse) -> None:
         self.refused: CallRefused | None = None
-        self._context = context
+        self._read = read
         self._parse = parse
 
     def __aiter__(self) -> "_Requests":
         return self
 
     async def __anext__(self) -> Any:
-        raw = await self._context.read()
-        if raw is grpc.aio.EOF:
-            raise StopAsyncIteration
         try:
+            raw = await self._read()
+            if raw is grpc.aio.EOF:
+                raise StopAsyncIteration
             return await self._parse(raw)
         except CallRefused as refused:
             self.refused = refused  # a handler may take it for a connection that broke

@@ -287,6 +287,48 @@ def test_a_request_that_the_check_refuses_reaches_no_handler(method: str) -> Non
     run(scenario)
 
 
+@pytest.mark.parametrize("method", ["Unary", "Ticking", "Echoing"])
+def test_a_large_request_is_for_services_of_the_contract_alone(method: str) -> None:
+    large = text("x" * call_guard.STANDARD_BYTES)
+
+    async def scenario() -> None:
+        async with guarded() as channel:
+            call = open_call(channel, method)  # as of health, or reflection
+            await call.write(large)
+            code, details = await status_of(call)
+            assert (code, "allowed: at most 4096 bytes" in details) == (INVALID, True), details
+            assert await channel.unary_unary("/test/Unary")(text("x" * 4000))
+            assert await channel.unary_unary("/pagewire.v1.InferenceService/Unary")(large)
+
+    run(scenario)
+
+
+def test_calls_of_standard_services_keep_no_message_half_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A message that never ends takes memory, and anybody may call these."""
+    monkeypatch.setattr(call_guard, "YOUNG_S", 0.0)
+    monkeypatch.setattr(call_guard, "MAX_SILENT_STANDARD", 2)
+
+    async def scenario() -> None:
+        async with guarded(request_s=0.2) as channel:
+            own = channel.stream_stream("/pagewire.v1.InferenceService/Echoing")()
+            calls = []
+            for method in ("Ticking", "Echoing", "Echoing", "Unary"):
+                calls.append(open_call(channel, method))
+                await calls[-1].wait_for_connection()
+                await asyncio.sleep(0.01)
+            ends = [await status_of(each) for each in calls]
+            assert [code for code, _ in ends] == [EXHAUSTED] * 2 + [
+                grpc.StatusCode.DEADLINE_EXCEEDED
+            ] * 2, ends
+            await own.write(text("a"))
+            assert await own.read(), "the contract's own streams may be silent"
+            own.cancel()
+
+    run(scenario)
+
+
 def fields(message: Any) -> int:
     """Count as the limit does, but from the parsed message."""
     count = 0
