@@ -7,9 +7,11 @@ import json
 import logging
 from collections import Counter
 
+import grpc
 import pytest
 
 from observability.logs import ATTRIBUTE
+from pagewire.protos import inference_pb2
 from tests.http_gateway.parrot import MARKS, write_folder
 from tests.http_gateway.raw_http import exchange, request
 from tests.http_gateway.serving import gateway
@@ -67,3 +69,44 @@ def test_a_request_is_one_line_of_each_process_and_none_holds_its_text(
     text = "\n".join(f"{each.getMessage()} {vars(each)}" for each in caplog.records)
     for hidden in (secret, answer, str(token_ids)[1:-1]):
         assert hidden not in text
+
+
+def test_what_is_refused_is_in_no_log_either(
+    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_folder(tmp_path_factory.mktemp("model"), MARKS["hermes"])
+    secret = "nobodymayreadthis"
+    chat = {"role": "user", "content": secret}
+    schema = {"type": "object", "properties": {secret: {"type": secret}}}
+    over_http = [
+        {"prompt": secret, "max_tokens": secret},
+        {"prompt": secret, "model": secret},
+        {"prompt": secret, "guided_json": schema},
+        {"prompt": secret, "guided_regex": f"{secret}("},
+    ]
+    over_grpc = [
+        {"text": secret, "model": secret},
+        {"text": secret, "sampling": {"stop": [secret * 100]}},
+        {"text": secret, "resume": {"token": secret.encode()}},
+        {"chat": {"messages": [chat | {"role": secret}]}},
+        {"chat": {"messages": [chat], "tools_json": secret}},
+    ]
+    garbled = b"\x12\x12" + secret.encode() + b"\xff"  # a text that is not UTF-8
+
+    with gateway(lambda: whole_cluster(folder)) as served:
+        caplog.set_level(logging.DEBUG)
+        for body in over_http:
+            data = request("/v1/completions", json.dumps(body))
+            assert exchange(served.host_and_port, data).status in (400, 404)
+        with grpc.insecure_channel(served.router_address) as channel:
+            call = channel.unary_stream("/pagewire.v1.InferenceService/Generate")
+            for fields in over_grpc:
+                wrong = inference_pb2.GenerateRequest(**fields).SerializeToString()
+                with pytest.raises(grpc.RpcError, match=r"NOT_FOUND|INVALID_ARGUMENT"):
+                    list(call(wrong, timeout=10))
+            with pytest.raises(grpc.RpcError, match="text: byte 17 is not UTF-8"):
+                list(call(garbled, timeout=10))
+        until(lambda: any(each.getMessage() == "request_refused" for each in caplog.records))
+
+    text = "\n".join(f"{each.getMessage()} {vars(each)}" for each in caplog.records)
+    assert secret not in text
