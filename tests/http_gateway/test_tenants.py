@@ -92,6 +92,15 @@ def test_nothing_is_told_without_a_key(
     assert "globex" not in answer.error["message"]
 
 
+def test_every_endpoint_is_in_the_test_above_or_open_on_purpose(
+    ask: Callable[..., RawAnswer],
+) -> None:
+    endpoints = ask("GET", "/nowhere").error["message"].partition("allowed: ")[2].split(", ")
+
+    closed = {path.replace("/tiny", "/{model}") for _, path in V1}
+    assert set(endpoints) == closed | {"/", "/page/{name}", "/health", "/ready"}
+
+
 @pytest.mark.parametrize("first", ["Bearer acme", "Bearer nobody", "Bearer ops"])
 def test_two_keys_are_no_key(served: Gateway, first: str) -> None:
     """What stands before a gateway may have looked at the other one."""
