@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.fault_cases import FAULTS
 from benchmarks.faults import LATE_STREAMS, OUTPUT_TOKENS, STREAMS
 from benchmarks.measured_host import in_short
+from benchmarks.targets import survivor_growth_mib
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "faults.md"
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -21,6 +22,7 @@ KILLS_RESULTS = {
     "kills-nccl-before-h100-x2.json": "NCCL",
     "kills-ipc-h100-x2.json": "CUDA IPC",
 }
+MEMORY_RESULT = "kills-nccl-memory-h100-x2.json"
 INTRODUCTION = """\
 # What faults cost
 
@@ -95,6 +97,12 @@ these kills.
 Measured by `python -m benchmarks.disaggregation --cases 'kill/*' 'hang/*'`, with further arguments
 that the files name: {sources}.
 """
+MEMORY = """
+In {kills} later kills over NCCL, in {clusters} clusters ([{name}](../benchmarks/results/{name})),
+{lost} of {requests} requests were lost and {wrong} tokens wrong. The GPU memory of the worker that
+was not hit grew once in each cluster, by {prefill} MiB in a prefill worker and {decode} MiB in a
+decode worker, and then no more.
+"""
 KILLS_HEADS = (
     *("Pages over", "Worker", "Fault", "Moment", "On", "Runs", "Requests", "Failed"),
     *("Wrong tokens", "Pause, p50 and p99", "Noticed", "Pages free", "Moves again"),
@@ -113,7 +121,8 @@ not compared, a test of this benchmark fails.
 def whole_page() -> str:
     """Return the page for the existing results."""
     hits = {name: _read(name) for name in KILLS_RESULTS}
-    text = page(_read(FAULTS_RESULT), FAULTS_RESULT) + kills(hits) + CORRUPTION
+    text = page(_read(FAULTS_RESULT), FAULTS_RESULT) + kills(hits)
+    text += memory(_read(MEMORY_RESULT), MEMORY_RESULT) + CORRUPTION
     names = sorted(each.name for each in RESULTS.glob("corruption-*.json"))
     return text + "".join(corruption(_read(name), name) for name in names)
 
@@ -169,6 +178,29 @@ def kills(results: dict[str, dict[str, Any]]) -> str:
         heads=" | ".join(KILLS_HEADS),
         lines="".join(lines),
         sources=",\n".join(f"[{name}](../benchmarks/results/{name})" for name in results),
+    )
+
+
+def memory(result: dict[str, Any], name: str) -> str:
+    """Return the paragraph on the GPU memory of workers that were not hit."""
+    grown: dict[str, list[int]] = {"prefill": [], "decode": []}  # by the worker that was not hit
+    for row in result["cases"]:
+        side = "decode" if row["case"].split("/")[1] == "prefill" else "prefill"
+        once = [each for each in survivor_growth_mib(row["case"], row) if each]
+        if len(once) != 1:
+            raise ValueError(f"{name}: {row['case']}: found growth {once}; allowed: one")
+        grown[side] += once
+    return MEMORY.format(
+        name=name,
+        kills=sum(row["times"] for row in result["cases"]),
+        clusters=len(result["cases"]),
+        requests=sum(row["times"] * row["streams"] for row in result["cases"]),
+        lost=sum(row["lost_requests"] for row in result["cases"]),
+        wrong=sum(row["wrong_tokens"] for row in result["cases"]),
+        **{
+            side: " to ".join(map(str, sorted({min(each), max(each)})))
+            for side, each in grown.items()
+        },
     )
 
 
