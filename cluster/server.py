@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 
 import grpc
-from grpc_reflection.v1alpha import reflection
 
 from credentials.cluster import ClusterCredentials
 from credentials.config import TlsSettings
@@ -27,7 +26,6 @@ from router.membership import PoolName, WorkerMember
 
 log = logging.getLogger(__name__)
 
-SERVICE = controller_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
 REPEAT_S = 1.0  # as protos/controller.proto says it
 MAX_WATCHES = 4096  # of routers, each has one
 _POOLS: dict[PoolName, common_pb2.Pool] = {
@@ -86,7 +84,6 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
             self._port,
         )
         controller_pb2_grpc.add_ControllerServiceServicer_to_server(self, server)  # type: ignore[no-untyped-call]
-        reflection.enable_server_reflection([SERVICE, reflection.SERVICE_NAME], server)
         await server.start()
         self._server = server
         return join_address(self._host, port)

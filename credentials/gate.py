@@ -42,7 +42,7 @@ def current_caller() -> Party:
 class ServerGate(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gRPC has no types
     """Admits only proven callers that the contract allows, and answers with a proof.
 
-    Only methods of OPEN_SERVICES need no proof. Handlers read `current_caller`.
+    Only methods of HEALTH_SERVICE need no proof. Handlers read `current_caller`.
 
     Args:
         credentials: The credentials of the serving process.

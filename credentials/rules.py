@@ -4,16 +4,13 @@ from collections.abc import Mapping
 
 from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection
 
 from credentials.cluster import CALLER_ROLES
 from credentials.party import Role
 from pagewire.protos import common_pb2, controller_pb2, worker_pb2
 
-# Monitors and tools call these, and they reveal nothing about requests.
-OPEN_SERVICES = frozenset(
-    {health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME}
-)
+# Monitors call it, and it reveals nothing about requests.
+HEALTH_SERVICE: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
 def callers_in(file: FileDescriptor) -> dict[str, frozenset[Role]]:
@@ -33,7 +30,7 @@ def _callers(method: MethodDescriptor) -> frozenset[Role]:
 
 def is_open(method: str) -> bool:
     """Return whether a method needs no proof."""
-    return method.rpartition("/")[0].removeprefix("/") in OPEN_SERVICES
+    return method.rpartition("/")[0].removeprefix("/") == HEALTH_SERVICE
 
 
 CONTROLLER_CALLERS: Mapping[str, frozenset[Role]] = callers_in(controller_pb2.DESCRIPTOR)

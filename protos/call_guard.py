@@ -17,8 +17,9 @@ itself:
 - So does a request in which `check` finds something, such as a field with too much.
 - So does one of more than 4 KiB to a standard service, health or reflection.
 
-Anybody may call the standard services, and gRPC keeps what it has of a message until the rest
-comes. So few of their calls may be without a request, and their streams have the deadline for each.
+Anybody may call health, and reflection where there are no tenants, and gRPC keeps what it has of a
+message until the rest comes. So few of their calls may be without a request, and their streams have
+the deadline for each.
 """
 
 import asyncio

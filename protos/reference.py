@@ -18,8 +18,8 @@ INTRODUCTION = """\
 Generated from the comments of the files in [protos/](../../protos) when this site is built. The
 router serves `pagewire.v1.InferenceService` to clients. The other services are calls within a
 cluster, which need a proof of their caller ([Security](../security.md)); [Protocol](../protocol.md)
-explains how they interact. Every server also offers reflection, and routers and workers the
-standard health service.
+explains how they interact. Routers and workers also offer the standard health service, and routers
+reflection.
 
 ```sh
 grpcurl -plaintext -d '{"text": "The page was", "sampling": {"max_tokens": 4}}' \\

@@ -11,13 +11,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from credentials.channel import ProvenChannel
 from credentials.cluster import ClusterCredentials
 from credentials.door import ClusterLinks, front_door
 from credentials.party import CONTROLLER_NAME, Party
+from credentials.rules import HEALTH_SERVICE
 from observability.logs import fields
 from observability.metrics_server import MetricsServer, ask_loop
 from observability.open_files import raise_file_limit
@@ -122,8 +122,7 @@ class RouterProcess:
         )
         address = join_address(self._host, port)
         self.router.register(self._server)
-        health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        names = [INFERENCE_SERVICE, health, reflection.SERVICE_NAME]
+        names = [INFERENCE_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
         await self.router.start()
         await self._server.start()

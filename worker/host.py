@@ -110,7 +110,7 @@ class WorkerHost:
 
     def __init__(self, context: WorkerContext[HostConfig], pool: Pool) -> None:
         self.cache = context.cache
-        self.services = (pool.service, WORKER_SERVICE)  # for health and reflection
+        self._services = (pool.service, WORKER_SERVICE)  # of which health tells
         self._context = context
         self._pool = pool
         self._scheduler = pool.scheduler
@@ -152,7 +152,7 @@ class WorkerHost:
 
     async def start(self) -> None:
         """Begin to step; returns at once."""
-        for service in self.services:
+        for service in self._services:
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._running = asyncio.get_running_loop().create_task(self._run(), name="worker")
 

@@ -12,8 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection
 
 from credentials.cluster import ClusterCredentials
 from credentials.door import ClusterLinks
@@ -134,10 +132,6 @@ class WorkerProcess:
         )
         worker = WorkerHost(context, make_pool(context))
         worker.register(server)
-        health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        reflection.enable_server_reflection(
-            [*worker.services, health, reflection.SERVICE_NAME], server
-        )
         if settings.metrics_ports is not None:
             self._metrics = self._serve_metrics(worker, settings.metrics_ports)
         await server.start()

@@ -9,7 +9,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.cluster.in_process import generate_all, in_process_cluster, one_plus_one
 from tests.support.checkpoints import LLAMA3_ROPE, reference_greedy, write_checkpoint
-from tests.support.reflection import services_of
 
 NUM_TOKENS = 64
 FAMILIES = {
@@ -67,25 +66,17 @@ def test_decode_workers_without_prefill_workers_compute_the_prompts_themselves(t
     assert cached == [0, 40, 40, 40], "a prefix is computed once"
 
 
-def test_every_worker_has_reflection_and_every_server_health(tmp_path):
+def test_every_server_tells_its_health(tmp_path):
     write_checkpoint(tmp_path)
 
     async def scenario():
         async with one_plus_one(tmp_path) as client:
             status = await client.status()
-            workers = {each.pool: each.address for each in status.workers}
-            found = {
-                pool: await asyncio.to_thread(services_of, address)
-                for pool, address in workers.items()
-            }
-            health = [await _health(address) for address in (client.address, *workers.values())]
-        return found, health
+            workers = [each.address for each in status.workers]
+            return [await _health(address) for address in (client.address, *workers)]
 
-    found, health = asyncio.run(scenario())
+    health = asyncio.run(scenario())
 
-    assert "pagewire.v1.PrefillService" in found["prefill"]
-    assert "pagewire.v1.DecodeService" in found["decode"]
-    assert all("grpc.health.v1.Health" in names for names in found.values())
     assert health == [health_pb2.HealthCheckResponse.SERVING] * 3
 
 

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
 from credentials.secret import KEY_BYTES
 from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc
@@ -27,6 +28,7 @@ from tests.support.virtual_time import run_virtual, wait_until
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 METHODS = [f"/{SERVICE.full_name}/{method.name}" for method in SERVICE.methods]
+REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 BAD = {
     "no token": (),
     "an empty header": (("authorization", ""),),
@@ -55,6 +57,7 @@ async def serving(known: Tenants) -> AsyncIterator[grpc.aio.Channel]:
     )
     server = make_server(config, known)
     router.register(server)
+    reflection.enable_server_reflection([SERVICE.full_name, reflection.SERVICE_NAME], server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -81,7 +84,7 @@ def test_no_method_is_open_without_a_token_of_a_tenant() -> None:
     async def main() -> None:
         assert len(METHODS) >= 6
         async with serving(tenants()) as channel:
-            for method in METHODS:
+            for method in (*METHODS, REFLECTION):
                 for name, metadata in BAD.items():
                     code, told = await answer_of(channel, method, metadata)
                     assert code is grpc.StatusCode.UNAUTHENTICATED, (method, name, told)
@@ -91,7 +94,10 @@ def test_no_method_is_open_without_a_token_of_a_tenant() -> None:
                 for metadata in (*BAD.values(), token_metadata("acme")):
                     code, _ = await answer_of(channel, method, metadata)
                     assert code is grpc.StatusCode.UNIMPLEMENTED, method
-            waiting = [answer_of(channel, method, token_metadata("acme")) for method in METHODS]
+            waiting = [
+                answer_of(channel, method, token_metadata("acme"))
+                for method in (*METHODS, REFLECTION)
+            ]
             for code, told in await asyncio.gather(*waiting):
                 assert code is not grpc.StatusCode.UNAUTHENTICATED, told
 
