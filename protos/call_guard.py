@@ -40,7 +40,7 @@ from pagewire.protos import common_pb2
 from pagewire.protos.call_tasks import mark_seen
 from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES
 from protos.bad_text import find_bad_text
-from protos.field_count import has_more_fields
+from protos.field_count import check_num_fields
 from protos.retry_delay import retry_info
 from protos.shares import may_take
 
@@ -191,7 +191,9 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if len(raw) > STANDARD_BYTES and not method.startswith(_CONTRACT):
                 raise ValueError(f"allowed: at most {STANDARD_BYTES} bytes")
             if self._max_fields is not None and len(raw) > LARGE_REQUEST_BYTES:
-                await self._check_num_fields(method, raw, self._max_fields)
+                # In a thread, which lets the event loop run in between.
+                request_type = _request_type(method)
+                await asyncio.to_thread(check_num_fields, raw, request_type, self._max_fields)
             request = deserialize(raw) if deserialize else raw
             if self._check is not None:
                 self._check(request)
@@ -205,11 +207,6 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"{len(raw)} bytes are no request of {method}: {reason}",
             ) from None
-
-    async def _check_num_fields(self, method: str, raw: bytes, limit: int) -> None:
-        # In a thread, which lets the event loop run in between.
-        if await asyncio.to_thread(has_more_fields, raw, _request_type(method), limit):
-            raise ValueError(f"found more than {limit} fields; allowed: at most {limit}")
 
 
 class _SilentCalls:

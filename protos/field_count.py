@@ -12,12 +12,10 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
 _MAX_VARINT_BYTES = 10
 
 
-def has_more_fields(
+def check_num_fields(
     raw: bytes, descriptor: Any, limit: int, *, counts_numbers: bool = True
-) -> bool:
-    """Return whether a message, including nested ones, has more than `limit` fields.
-
-    It reads no more than `limit` fields.
+) -> None:
+    """Check that a message, including nested ones, has at most `limit` fields; read no more.
 
     Args:
         raw: The serialized message.
@@ -26,7 +24,8 @@ def has_more_fields(
         counts_numbers: Whether elements of packed numbers count, too: by their bytes.
 
     Raises:
-        ValueError: The bytes are not a message. The parser finds faults that this misses.
+        ValueError: It has more, or the bytes are not a message. The parser finds faults that this
+            misses.
 
     Source: protobuf's encoding (https://protobuf.dev/programming-guides/encoding/).
     """
@@ -55,10 +54,9 @@ def has_more_fields(
             else:
                 raise ValueError(f"wire type {kind} at byte {at}")
             if num_fields > limit:
-                return True
+                raise ValueError(f"found more than {limit} fields; allowed: at most {limit}")
         if at > end:
             raise ValueError(f"a field ends after its message, at byte {at} of {end}")
-    return False
 
 
 @cache

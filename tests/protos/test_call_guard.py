@@ -14,7 +14,7 @@ from pagewire.protos import inference_pb2
 from pagewire.wire import error_from
 from protos import call_guard
 from protos.call_guard import CallGuard
-from protos.field_count import has_more_fields
+from protos.field_count import check_num_fields
 from tests.support.log_records import records_of
 
 GARBAGE = b"\xff\xff\xff"
@@ -348,10 +348,12 @@ def test_fields_are_counted_with_those_of_inner_messages() -> None:
     raw = request.SerializeToString()
 
     descriptor = inference_pb2.GenerateRequest.DESCRIPTOR
-    assert not has_more_fields(raw, descriptor, fields(request))
-    assert has_more_fields(raw, descriptor, fields(request) - 1)
+    check_num_fields(raw, descriptor, fields(request))
+    with pytest.raises(ValueError, match=f"found more than {fields(request) - 1} fields"):
+        check_num_fields(raw, descriptor, fields(request) - 1)
     ids = inference_pb2.GenerateRequest(sampling={"stop_token_ids": [1] * 100})
-    assert has_more_fields(ids.SerializeToString(), descriptor, 100)
+    with pytest.raises(ValueError, match="found more than 100 fields"):
+        check_num_fields(ids.SerializeToString(), descriptor, 100)
 
 
 @pytest.mark.parametrize(
@@ -361,4 +363,4 @@ def test_fields_are_counted_with_those_of_inner_messages() -> None:
 )
 def test_fields_of_what_is_no_message_are_not_counted(raw: bytes) -> None:
     with pytest.raises(ValueError, match="byte"):
-        has_more_fields(raw, inference_pb2.GenerateRequest.DESCRIPTOR, 10)
+        check_num_fields(raw, inference_pb2.GenerateRequest.DESCRIPTOR, 10)
