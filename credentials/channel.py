@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 
 from credentials.cluster import Callee
 from credentials.gate import ANSWER_KEY, CALL_KEY, INCARNATION_KEY
+from protos.call_guard import method_named
 from protos.peer_limits import parse_checked
 
 
@@ -100,8 +100,7 @@ class _Unreadable:
 
 def _reader(method: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """Return a function that parses a method's answers and checks them."""
-    name = method.removeprefix("/").replace("/", ".")
-    descriptor = descriptor_pool.Default().FindMethodByName(name).output_type
+    descriptor = method_named(method).output_type
 
     def read(raw: bytes) -> Any:
         try:

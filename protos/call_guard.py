@@ -192,7 +192,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 raise ValueError(f"allowed: at most {STANDARD_BYTES} bytes")
             if self._max_fields is not None and len(raw) > LARGE_REQUEST_BYTES:
                 # In a thread, which lets the event loop run in between.
-                request_type = _request_type(method)
+                request_type = method_named(method).input_type
                 await asyncio.to_thread(check_num_fields, raw, request_type, self._max_fields)
             request = deserialize(raw) if deserialize else raw
             if self._check is not None:
@@ -207,6 +207,11 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"{len(raw)} bytes are no request of {method}: {reason}",
             ) from None
+
+
+def method_named(path: str) -> Any:
+    """Return the descriptor of a method, given the path of its calls: "/SERVICE/METHOD"."""
+    return descriptor_pool.Default().FindMethodByName(path.removeprefix("/").replace("/", "."))
 
 
 class _SilentCalls:
@@ -309,16 +314,10 @@ class _Requests:
             raise
 
 
-def _request_type(method: str) -> Any:
-    """Return the descriptor of what a method is sent."""
-    name = method.removeprefix("/").replace("/", ".")
-    return descriptor_pool.Default().FindMethodByName(name).input_type
-
-
 async def _bad_text(method: str, raw: bytes) -> str:
     """Return which text of a request is none, if that is what is wrong with it."""
     try:
-        return await asyncio.to_thread(find_bad_text, raw, _request_type(method))
+        return await asyncio.to_thread(find_bad_text, raw, method_named(method).input_type)
     except ValueError:
         return ""  # it is not a message, whatever is in it
 
