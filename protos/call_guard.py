@@ -18,8 +18,8 @@ itself:
 - So does one of more than 4 KiB to a standard service, health or reflection.
 
 Anybody may call health, and reflection where there are no tenants, and gRPC keeps what it has of a
-message until the rest comes. So few of their calls may be without a request, and their streams have
-the deadline for each.
+message until the rest comes. So few of their calls may be without a request, and on their streams
+each message has the deadline of a request.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ MAX_SILENT_STANDARD = 8  # likewise, of calls to standard services: each may hav
 YOUNG_S = 0.5  # bursts of calls are accepted faster than their requests are read
 REQUEST_S = 10.0  # for the largest request over a slow line
 STANDARD_BYTES = 4096  # of a request to a standard service: a name
-_CONTRACT = f"/{common_pb2.DESCRIPTOR.package}."  # begins the names of all other methods
+_CONTRACT = f"/{common_pb2.DESCRIPTOR.package}."  # begins the paths of all other methods
 RETRY_DELAY_S = 0.5  # the end of a call cannot be predicted
 
 Serve = Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]
@@ -133,7 +133,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     def _guard(self, method: str, handler: Any) -> Any:
         respond = _responding(method, handler)
-        is_standard = not method.startswith(_CONTRACT)
+        is_standard = _is_standard(method)
         silent = self._silent_standard if is_standard else self._silent
 
         async def parse(raw: bytes) -> Any:
@@ -188,7 +188,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self, method: str, deserialize: Callable[[bytes], Any] | None, raw: bytes
     ) -> Any:
         try:
-            if len(raw) > STANDARD_BYTES and not method.startswith(_CONTRACT):
+            if len(raw) > STANDARD_BYTES and _is_standard(method):
                 raise ValueError(f"allowed: at most {STANDARD_BYTES} bytes")
             if self._max_fields is not None and len(raw) > LARGE_REQUEST_BYTES:
                 # In a thread, which lets the event loop run in between.
@@ -212,6 +212,10 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 def method_named(path: str) -> Any:
     """Return the descriptor of a method, given the path of its calls: "/SERVICE/METHOD"."""
     return descriptor_pool.Default().FindMethodByName(path.removeprefix("/").replace("/", "."))
+
+
+def _is_standard(method: str) -> bool:
+    return not method.startswith(_CONTRACT)
 
 
 class _SilentCalls:
