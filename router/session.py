@@ -274,8 +274,8 @@ class Session:
             if found := self.streams.get(each.request_id):  # else the request is over
                 try:
                     delta = wire.delta(each, has_logprobs=found.has_logprobs)
-                    if max(delta.token_ids, default=0) >= self._vocab_size:
-                        found.end_attempt(self._unknown(max(delta.token_ids)))
+                    if (largest := max(delta.token_ids, default=0)) >= self._vocab_size:
+                        found.end_attempt(self._unknown(largest))
                     else:
                         self._feed(found, delta, now)
                 except Exception:
