@@ -21,8 +21,7 @@ PortTaken                nothing can listen on the port of the metrics (at start
 
 Inside the router only:
 AttemptFailed            this attempt is over, another worker may continue
-DeltaGap                 tokens are missing between two deltas of a choice
-DeltaExcess              a delta has more than its choice may have
+WrongDelta               a delta of a worker does not fit its choice
 RefusedByTemplate        the chat template does not accept the messages
 WorkerGone               a worker cannot be used, for now
 ControllerGone           the controller cannot be reached, for now
@@ -159,12 +158,11 @@ class AttemptFailed(Exception):
         self.is_overload = is_overload  # because it is healthy but takes no more requests
 
 
-class DeltaGap(Exception):
-    """A delta begins after the next expected token."""
+class WrongDelta(Exception):
+    """A delta begins after the next expected token, or has more tokens than its choice may have.
 
-
-class DeltaExcess(Exception):
-    """A delta has more tokens than its choice may have, or other than one log probability each."""
+    Or it has log probabilities, but not one for each token.
+    """
 
 
 class RefusedByTemplate(Exception):

@@ -5,8 +5,8 @@ It is pure: no clock, no waiting.
 Rules, in the order in which a delta meets them:
 - it is of an earlier attempt, or its choice is over: dropped;
 - tokens that were received before (first_index below the next index): dropped;
-- tokens missing in between: DeltaGap, the request is resumed elsewhere;
-- more than max_tokens, or log probabilities that are not one per token: DeltaExcess, likewise;
+- tokens missing in between, more than max_tokens, or log probabilities that are not one per token:
+  WrongDelta, the request is resumed elsewhere;
 - a stop string after the first min_tokens tokens: the choice ends there, whatever else the worker
   reports about it.
 
@@ -29,7 +29,7 @@ from observability.token_gaps import TokenGaps
 from observability.tracing import NO_SPAN
 from pagewire.protos.token_ids import unpack_token_ids
 from router.detokenizer import Decoder, Detokenizer
-from router.errors import DeltaExcess, DeltaGap, InvalidRequest
+from router.errors import InvalidRequest, WrongDelta
 from router.request import GenerationRequest
 from router.resumption import ReceivedChoice
 from router.stop_strings import StopStrings
@@ -160,23 +160,22 @@ class Choice:
         """Take over a delta; return how many of its tokens are new.
 
         Raises:
-            DeltaGap: The delta begins after the next expected token; nothing was taken.
-            DeltaExcess: It has more than the choice may have; nothing was taken.
+            WrongDelta: It does not fit; nothing was taken.
         """
         if self.is_finished:
             return 0
         next_index = len(self.token_ids)
         if delta.first_index > next_index:
-            raise DeltaGap(
+            raise WrongDelta(
                 f"choice {self.index}: tokens {next_index} to {delta.first_index - 1} are missing"
             )
         end = delta.first_index + len(delta.token_ids)
         if end > max(next_index, self._max_tokens):
-            raise DeltaExcess(
+            raise WrongDelta(
                 f"choice {self.index}: found {end} tokens; allowed: at most {self._max_tokens}"
             )
         if len(delta.logprobs) not in (0, len(delta.token_ids)):
-            raise DeltaExcess(
+            raise WrongDelta(
                 f"choice {self.index}: found {len(delta.logprobs)} log probabilities; "
                 f"allowed: {len(delta.token_ids)}, one per token"
             )
@@ -389,8 +388,7 @@ class Generation:
         """Take over a delta; False means that it was stale.
 
         Raises:
-            DeltaGap: Tokens are missing before it.
-            DeltaExcess: It has more than its choice may have.
+            WrongDelta: It does not fit its choice.
         """
         if delta.attempt != self.attempt or delta.choice >= len(self.choices):
             return False

@@ -18,11 +18,10 @@ from pagewire.protos.gathering import Waiting
 from router import wire
 from router.errors import (
     AttemptFailed,
-    DeltaExcess,
-    DeltaGap,
     RequestCrashed,
     RequestFailed,
     RouterError,
+    WrongDelta,
 )
 from router.generation import Choice, Delta, Failure, Generation, Output
 from router.pacing import Pace, Pacer
@@ -122,14 +121,14 @@ class Stream:
         return True
 
     def on_delta(self, delta: Delta, now: float) -> None:
-        """Take over a delta, unless it is stale; a gap or an excess ends the attempt."""
+        """Take over a delta, unless it is stale; a wrong one ends the attempt."""
         if self._on_attempt_over is None:
             return
         generation = self.generation
         num_unfinished = generation.num_unfinished
         try:
             is_fresh = generation.accept(delta, now)
-        except (DeltaGap, DeltaExcess) as wrong:
+        except WrongDelta as wrong:
             self.end_attempt(AttemptFailed(str(wrong)))
             return
         if not is_fresh:

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from pagewire.protos.token_ids import pack_token_ids
-from router.errors import DeltaExcess, DeltaGap
+from router.errors import WrongDelta
 from router.generation import Delta, Finish, Generation, Output, WorkerStats
 from router.request import AskedSampling, GenerationRequest, SamplingDefaults, ServedModel
 from router.tokenizer import Tokenizer
@@ -180,7 +180,7 @@ def test_a_gap_takes_nothing() -> None:
     made.accept(delta(0, ids("the")), 11.0)
     before = list(made.choices[0].token_ids)
 
-    with pytest.raises(DeltaGap, match="missing"):
+    with pytest.raises(WrongDelta, match="missing"):
         made.accept(delta(len(before) + 1, ids("fox")), 11.0)
 
     assert made.choices[0].token_ids == before
@@ -202,7 +202,7 @@ def test_a_delta_with_more_than_its_choice_may_have_takes_nothing(
     made = generation(max_tokens=4)
     made.accept(delta(0, [7]), 11.0)
 
-    with pytest.raises(DeltaExcess, match=told):
+    with pytest.raises(WrongDelta, match=told):
         made.accept(delta(1, **wrong), 11.0)
 
     assert made.choices[0].token_ids == [7]
