@@ -154,7 +154,8 @@ def _kills(file: str) -> Iterator[Outcome]:
 
 
 def _kept_memory(file: str) -> Outcome:
-    # Of the first kill of each cluster the survivor keeps what it needs for any connection.
+    # Once in each cluster, mostly at its first kill, the survivor keeps what it needs for any
+    # connection; the median leaves out the one of these that comes later.
     grew = [
         each
         for case, row in _rows_of_kills(file).items()
