@@ -15,13 +15,13 @@ from ray._private import node as ray_node
 
 LOOK_PERIOD_S = 0.02
 LOOKS_S = 30.0  # limit of all looks, and of one; Ray itself then waits as long again, and raises
-# Ports on which a dashboard would ask this host, and what Ray's agent writes if there is none.
+# Names of ports on which a dashboard would ask this host
 UNUSED_PORTS = (
     "DASHBOARD_AGENT_LISTEN_PORT_NAME",
     "METRICS_AGENT_PORT_NAME",
     "METRICS_EXPORT_PORT_NAME",
 )
-NO_PORT = -1
+NO_PORT = -1  # what Ray's agent writes where nothing listens
 
 
 class NodeOfOneCluster(ray_node.Node):
@@ -50,10 +50,10 @@ class NodeOfOneCluster(ray_node.Node):
             time.sleep(LOOK_PERIOD_S)
 
     def _tell_ports_of_agents(self) -> None:
-        """Tell the raylet the ports of its two agents, which it would otherwise learn from them.
+        """Tell the raylet the ports of its two agents: it would wait until they have imported Ray.
 
-        That takes until they have imported Ray. One makes environments for workers that do not
-        inherit theirs; the other one serves a dashboard.
+        One agent makes environments for workers that do not inherit theirs; the other one serves a
+        dashboard.
         """
         names = [getattr(raylet_ports, name, None) for name in UNUSED_PORTS]
         persist = getattr(raylet_ports, "persist_port", None)
@@ -62,7 +62,8 @@ class NodeOfOneCluster(ray_node.Node):
         session: str = self.get_session_dir_path()  # type: ignore[no-untyped-call]
         for name in names:
             persist(session, self.node_id, name, NO_PORT)
-        # Bound until this process ends: nobody gets the port but the agent, which shares it.
+        # It stays bound until this process ends, so that nobody gets the port but the agent, which
+        # shares it.
         bound = socket.socket()
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((self.node_ip_address, 0))
