@@ -114,8 +114,9 @@ def test_the_choice_is_about_as_fast_as_torch_and_as_the_best_tile(
             best = min(
                 each for (name, tile), each in us.items() if name == weight and tile in names
             )
-            over_best.append(chosen / best)
+            if (weight, num_rows) != ("lm_head", 1100):  # which no step computes
+                over_best.append(chosen / best)
 
     assert statistics.median(over_torch) < BETWEEN_TILES.get(num_rows, 1.03)
     assert statistics.median(over_best) < 1.01
-    assert max(over_best) < 1.10  # lm_head, of which no step computes 1,100 rows; else 1.05
+    assert max(over_best) < 1.05
