@@ -338,7 +338,7 @@ def linear_hopper_kernel(
     )
     OUT_SHAPE: gl.constexpr = [WARPGROUPS * OUT_BOXES] + out_desc.block_type.shape  # noqa: RUF005
     out_boxes = gl.allocate_shared_memory(dtype, OUT_SHAPE, out_desc.layout)
-    x_tails, out_tails = x_bufs, out_boxes
+    x_tails, out_tails = x_bufs, out_boxes  # any buffers: without TAIL, nothing uses them
     if TAIL:
         x_tails = gl.allocate_shared_memory(dtype, [STAGES, TAIL, BLOCK_K], x_tail_desc.layout)
         TAIL_SHAPE: gl.constexpr = [WARPGROUPS] + out_tail_desc.block_type.shape  # noqa: RUF005
