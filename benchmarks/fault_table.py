@@ -99,9 +99,9 @@ that the files name: {sources}.
 """
 MEMORY = """
 In {kills} later kills over NCCL, in {clusters} clusters ([{name}](../benchmarks/results/{name})),
-{lost} of {requests} requests were lost and {wrong} tokens wrong. The GPU memory of the worker that
-was not hit grew once in each cluster, by {prefill} MiB in a prefill worker and {decode} MiB in a
-decode worker, and then no more.
+{lost} of {requests} requests were lost, and {wrong} tokens were wrong. The GPU memory of the worker
+that was not hit grew at one kill of each cluster, by {prefill} MiB in a prefill worker and
+{decode} MiB in a decode worker, and at no other.
 """
 KILLS_HEADS = (
     *("Pages over", "Worker", "Fault", "Moment", "On", "Runs", "Requests", "Failed"),
@@ -186,10 +186,10 @@ def memory(result: dict[str, Any], name: str) -> str:
     grown: dict[str, list[int]] = {"prefill": [], "decode": []}  # by the worker that was not hit
     for row in result["cases"]:
         side = "decode" if row["case"].split("/")[1] == "prefill" else "prefill"
-        once = [each for each in survivor_growth_mib(row["case"], row) if each]
-        if len(once) != 1:
-            raise ValueError(f"{name}: {row['case']}: found growth {once}; allowed: one")
-        grown[side] += once
+        grew = [each for each in survivor_growth_mib(row["case"], row) if each]
+        if len(grew) != 1:
+            raise ValueError(f"{name}: {row['case']}: found growth {grew}; allowed: one")
+        grown[side] += grew
     return MEMORY.format(
         name=name,
         kills=sum(row["times"] for row in result["cases"]),
