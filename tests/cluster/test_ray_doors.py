@@ -29,6 +29,7 @@ from pathlib import Path
 folder = Path(__file__).parent
 deadline = time.monotonic() + 5.0
 while any(word.endswith(("agent.py", "agent/main.py")) for word in sys.orig_argv):
+    (folder / "held").touch()
     if (folder / "released").exists():
         break
     if time.monotonic() >= deadline:
@@ -94,12 +95,13 @@ def test_an_actor_starts_before_rays_agents_answer(local_ray, held_agents):
     assert not (held_agents / "late").exists()
 
 
-def test_an_actor_may_have_variables_that_its_ray_does_not_have(local_ray):
+def test_an_actor_may_have_variables_that_its_ray_does_not_have(local_ray, held_agents):
     """Workers that share a GPU do; one of the agents makes their environment."""
     variables = {"env_vars": {"ONLY_OF_THIS_ACTOR": "1"}}
     actor = ray.remote(num_cpus=0)(Actor).options(runtime_env=variables).remote()
 
     assert ray.get(actor.variable.remote("ONLY_OF_THIS_ACTOR"), timeout=30) == "1"
+    assert (held_agents / "held").exists(), "else no agent waited in the test above"
 
 
 def test_only_this_host_reaches_any_process_of_ray(local_ray):
