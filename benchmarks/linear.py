@@ -29,7 +29,6 @@ from torch.nn import functional
 
 from attn_kernels.linear.launch import Tile, linear, shipped_tile, shipped_tiles
 from attn_kernels.linear.launch_triton import LinearTile
-from attn_kernels.linear.plan import HopperLinearTile
 
 # name |-> (num_out, num_in)
 WEIGHTS = {
@@ -105,11 +104,12 @@ class Bench:
 
 def name_of(tile: Tile) -> str:
     """Return the tile's numbers."""
-    num_rows = tile.num_rows if isinstance(tile, HopperLinearTile) else tile.block_m
-    sizes = f"{num_rows}x{tile.block_n}x{tile.block_k} s{tile.num_stages}"
+    if isinstance(tile, LinearTile):
+        num_rows, kind = tile.block_m, f"w{tile.num_warps}"
+    else:
+        num_rows, kind = tile.num_rows, "hopper"
     swapped = " swapped" if tile.is_swapped else ""
-    kind = f"w{tile.num_warps}" if isinstance(tile, LinearTile) else "hopper"
-    return f"{sizes} {kind}{swapped}"
+    return f"{num_rows}x{tile.block_n}x{tile.block_k} s{tile.num_stages} {kind}{swapped}"
 
 
 def is_worth_timing(tile: Tile, num_rows: int) -> bool:
