@@ -407,7 +407,7 @@ def test_a_token_that_the_model_does_not_have_ends_the_attempt_alone(
     run_virtual(main())
 
 
-def test_a_worker_that_only_sends_tokens_of_no_model_gets_a_clear_error() -> None:
+def test_a_client_whose_only_worker_sends_tokens_of_no_model_gets_a_clear_error() -> None:
     async def main() -> None:
         async def send_it(session: Session, submit: Submit) -> None:
             session.send(delta(submit, 0, 0, token_ids=pack_token_ids([VOCAB_SIZE])))
