@@ -176,7 +176,7 @@ class WorkerHost:
         except TimeoutError:
             await self._send_away(Draining("the worker stops"))
         if self._running is not None:
-            if not self._running.cancelling():  # else another stop has: it waits for its parts
+            if not self._running.cancelling():  # twice, it would not wait for its parts
                 self._running.cancel()
             await asyncio.wait({self._running})
         await self._context.tasks.wait()
