@@ -140,7 +140,7 @@ def ask(call: Any, timeout_s: float = ASK_TIMEOUT_S) -> Any:
     except ray.exceptions.GetTimeoutError as error:
         raise StartError(
             f"the cluster did not answer within {timeout_s:g} s; what it was asked for may have "
-            "begun: `pagewire status` shows it, then try again"
+            "begun: look with `pagewire status` before you try again"
         ) from error
     except ray.exceptions.RayError as error:
         raise StartError(

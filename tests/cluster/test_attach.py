@@ -51,7 +51,9 @@ def test_a_controller_that_answers_too_late_may_have_done_what_it_was_asked_for(
         raise ray.exceptions.GetTimeoutError("some object(s) not ready")
 
     monkeypatch.setattr(ray, "get", get)
-    with pytest.raises(StartError, match=r"not answer within 7 s; what .* may have begun: .pagew"):
+    with pytest.raises(
+        StartError, match=r"not answer within 7 s; what .* may have begun: look with"
+    ):
         ask(None, timeout_s=7.0)
 
 
