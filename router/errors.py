@@ -161,7 +161,7 @@ class AttemptFailed(Exception):
 class WrongDelta(Exception):
     """A delta begins after the next expected token, or has more tokens than its choice may have.
 
-    Or it has log probabilities, but not one for each token.
+    Or it has log probabilities, but not one for each token, or a token id is cut off.
     """
 
 

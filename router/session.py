@@ -277,6 +277,8 @@ class Session:
                         found.end_attempt(self._unknown(largest))
                     else:
                         self._feed(found, delta, now)
+                except WrongDelta as wrong:
+                    found.end_attempt(AttemptFailed(str(wrong)))
                 except Exception:
                     _crash(found)
         for each in message.failures:

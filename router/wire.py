@@ -23,7 +23,7 @@ from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from protos.contract import CONTRACT_VERSION
 from protos.sampling_limits import MAX_CHOICES
 from router.chat_format import ToolCallFormat
-from router.errors import InvalidRequest
+from router.errors import InvalidRequest, WrongDelta
 from router.generation import Delta, Failure, Finish, Generation, Output, WorkerStats
 from router.hot_prefixes import HotPrefix
 from router.membership import PoolName, WorkerMember
@@ -269,12 +269,20 @@ def cancel(request_id: str, choices: Sequence[int] = ()) -> worker_pb2.SessionRe
 
 
 def delta(message: worker_pb2.TokenDelta, *, has_logprobs: bool) -> Delta:
-    """Convert new tokens of one choice, with their log probabilities if requested."""
+    """Convert new tokens of one choice, with their log probabilities if requested.
+
+    Raises:
+        WrongDelta: A token id is cut off.
+    """
+    try:
+        token_ids = unpack_token_ids(message.token_ids)
+    except ValueError as error:
+        raise WrongDelta(f"choice {message.choice}: {error}") from None
     return Delta(
         attempt=message.attempt,
         choice=message.choice,
         first_index=message.first_index,
-        token_ids=unpack_token_ids(message.token_ids),
+        token_ids=token_ids,
         logprobs=message.logprobs if has_logprobs else (),
         finish=_FINISHES.get(message.finish_reason),
         stats=_stats(message.stats) if message.HasField("stats") else None,

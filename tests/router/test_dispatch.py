@@ -407,6 +407,22 @@ def test_a_token_that_the_model_does_not_have_ends_the_attempt_alone(
     run_virtual(main())
 
 
+def test_a_token_id_that_is_cut_off_ends_the_attempt_alone() -> None:
+    async def main() -> None:
+        async def cut_off(session: Session, submit: Submit) -> None:
+            session.send(delta(submit, 0, 0, 3))
+            wrong = delta(submit, 0, 3, token_ids=pack_token_ids([1])[:-1])
+            session.outbox.put_nowait(worker_pb2.SessionResponse(deltas=[wrong]))
+
+        async with running_router(ScriptedWorker("decode-0", serve=once(cut_off))) as tested:
+            answer = await tested.generate()
+
+            assert answer.error is None
+            assert answer.token_ids() == tokens(0, 10)
+
+    run_virtual(main())
+
+
 def test_a_client_whose_only_worker_sends_tokens_of_no_model_gets_a_clear_error() -> None:
     async def main() -> None:
         async def send_it(session: Session, submit: Submit) -> None:
