@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pagewire.protos import common_pb2 as pagewire_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pagewire/protos/controller.proto\x12\x0bpagewire.v1\x1a\x1cpagewire/protos/common.proto\"a\n\x13WatchMembersRequest\x12\x17\n\trouter_id\x18\x01 \x01(\tB\x04\x88\xb5\x18@\x12\x17\n\x0f\x61pplied_version\x18\x02 \x01(\x04\x12\x18\n\x10\x63ontract_version\x18\x03 \x01(\r\"T\n\x14WatchMembersResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12+\n\x07members\x18\x02 \x03(\x0b\x32\x13.pagewire.v1.MemberB\x05\x88\xb5\x18\x80@\"c\n\x06Member\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.pagewire.v1.WorkerRef\x12\x1f\n\x04pool\x18\x02 \x01(\x0e\x32\x11.pagewire.v1.Pool\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x32s\n\x11\x43ontrollerService\x12^\n\x0cWatchMembers\x12 .pagewire.v1.WatchMembersRequest\x1a!.pagewire.v1.WatchMembersResponse\"\x05\x8a\xb5\x18\x01\x02(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pagewire/protos/controller.proto\x12\x0bpagewire.v1\x1a\x1cpagewire/protos/common.proto\"b\n\x13WatchMembersRequest\x12\x18\n\trouter_id\x18\x01 \x01(\tB\x05\x88\xb5\x18\x80\x01\x12\x17\n\x0f\x61pplied_version\x18\x02 \x01(\x04\x12\x18\n\x10\x63ontract_version\x18\x03 \x01(\r\"T\n\x14WatchMembersResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12+\n\x07members\x18\x02 \x03(\x0b\x32\x13.pagewire.v1.MemberB\x05\x88\xb5\x18\x80@\"c\n\x06Member\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.pagewire.v1.WorkerRef\x12\x1f\n\x04pool\x18\x02 \x01(\x0e\x32\x11.pagewire.v1.Pool\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x32s\n\x11\x43ontrollerService\x12^\n\x0cWatchMembers\x12 .pagewire.v1.WatchMembersRequest\x1a!.pagewire.v1.WatchMembersResponse\"\x05\x8a\xb5\x18\x01\x02(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.protos.controller_
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WATCHMEMBERSREQUEST'].fields_by_name['router_id']._loaded_options = None
-  _globals['_WATCHMEMBERSREQUEST'].fields_by_name['router_id']._serialized_options = b'\210\265\030@'
+  _globals['_WATCHMEMBERSREQUEST'].fields_by_name['router_id']._serialized_options = b'\210\265\030\200\001'
   _globals['_WATCHMEMBERSRESPONSE'].fields_by_name['members']._loaded_options = None
   _globals['_WATCHMEMBERSRESPONSE'].fields_by_name['members']._serialized_options = b'\210\265\030\200@'
   _globals['_CONTROLLERSERVICE'].methods_by_name['WatchMembers']._loaded_options = None
   _globals['_CONTROLLERSERVICE'].methods_by_name['WatchMembers']._serialized_options = b'\212\265\030\001\002'
   _globals['_WATCHMEMBERSREQUEST']._serialized_start=79
-  _globals['_WATCHMEMBERSREQUEST']._serialized_end=176
-  _globals['_WATCHMEMBERSRESPONSE']._serialized_start=178
-  _globals['_WATCHMEMBERSRESPONSE']._serialized_end=262
-  _globals['_MEMBER']._serialized_start=264
-  _globals['_MEMBER']._serialized_end=363
-  _globals['_CONTROLLERSERVICE']._serialized_start=365
-  _globals['_CONTROLLERSERVICE']._serialized_end=480
+  _globals['_WATCHMEMBERSREQUEST']._serialized_end=177
+  _globals['_WATCHMEMBERSRESPONSE']._serialized_start=179
+  _globals['_WATCHMEMBERSRESPONSE']._serialized_end=263
+  _globals['_MEMBER']._serialized_start=265
+  _globals['_MEMBER']._serialized_end=364
+  _globals['_CONTROLLERSERVICE']._serialized_start=366
+  _globals['_CONTROLLERSERVICE']._serialized_end=481
 # @@protoc_insertion_point(module_scope)

@@ -182,6 +182,14 @@ def test_numbers_in_columns_do_not_count_as_fields(monkeypatch: pytest.MonkeyPat
     parse_checked(raw, worker_pb2.SessionResponse.DESCRIPTOR, worker_pb2.SessionResponse.FromString)
 
 
+def test_the_longest_name_of_a_router_is_within_the_limits() -> None:
+    """`pagewire router` names itself after its host and its process."""
+    longest = f"router-{'h' * 64}-{2**22}"
+
+    check_limits(worker_pb2.SessionHello(router_id=longest))
+    check_limits(controller_pb2.WatchMembersRequest(router_id=longest))
+
+
 def test_senders_and_clients_stay_within_the_limits() -> None:
     for name in ("SessionRequest", "PrefillRequest", "PrefillResponse"):
         assert MOST[f"{name}.more"] == MAX_MORE
