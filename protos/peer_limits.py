@@ -100,7 +100,7 @@ class _FieldLimits:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _MessageLimits:
     """What the fields of a message may hold."""
 
@@ -122,8 +122,8 @@ def _excess(message: Message) -> str:
 def _limits_of(descriptor: Any) -> _MessageLimits:
     sizes = {field.number: _least_excess(field) for field in descriptor.fields}
     return _MessageLimits(
-        min(sizes.values(), default=_NO_EXCESS) - 1,
-        {
+        safe_bytes=min(sizes.values(), default=_NO_EXCESS) - 1,
+        fields={
             field.number: _FieldLimits(
                 is_repeated=field.is_repeated,
                 is_message=field.message_type is not None,
