@@ -11,18 +11,17 @@ from typing import Any
 from benchmarks.fault_cases import FAULTS
 from benchmarks.faults import LATE_STREAMS, OUTPUT_TOKENS, STREAMS
 from benchmarks.measured_host import in_short
-from benchmarks.targets import survivor_growth_mib
+from benchmarks.targets import KILLS_FILE, MEMORY_FILE, survivor_growth_mib
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "faults.md"
 RESULTS = Path(__file__).resolve().parent / "results"
 FAULTS_RESULT = "faults-cpu.json"
 # |-> what carried the pages; of a fault that several files have, the page shows the first
 KILLS_RESULTS = {
-    "kills-nccl-h100-x2.json": "NCCL",
+    KILLS_FILE: "NCCL",
     "kills-nccl-before-h100-x2.json": "NCCL",
     "kills-ipc-h100-x2.json": "CUDA IPC",
 }
-MEMORY_RESULT = "kills-nccl-memory-h100-x2.json"
 INTRODUCTION = """\
 # What faults cost
 
@@ -122,7 +121,7 @@ def whole_page() -> str:
     """Return the page for the existing results."""
     hits = {name: _read(name) for name in KILLS_RESULTS}
     text = page(_read(FAULTS_RESULT), FAULTS_RESULT) + kills(hits)
-    text += memory(_read(MEMORY_RESULT), MEMORY_RESULT) + CORRUPTION
+    text += memory(_read(MEMORY_FILE), MEMORY_FILE) + CORRUPTION
     names = sorted(each.name for each in RESULTS.glob("corruption-*.json"))
     return text + "".join(corruption(_read(name), name) for name in names)
 

@@ -18,14 +18,19 @@ from benchmarks.figures import BLUE, LIGHT_BLUE, ORANGE, RED
 from benchmarks.measured_host import in_short
 from benchmarks.serving_figures import bars, disaggregation_charts, hardware_of, serving_charts
 from benchmarks.stream_statistics import Row
-from benchmarks.tables import PROFILE_RESULT, RESULTS, ROOT, gateway_rows, profile_parts
-from benchmarks.targets import FIRST_TOKENS_FILE, SERVING_FILE, serving_outcomes
+from benchmarks.tables import (
+    ABLATION_RESULTS,
+    PROFILE_RESULT,
+    RESULTS,
+    ROOT,
+    gateway_rows,
+    profile_parts,
+)
+from benchmarks.targets import FIRST_TOKENS_FILE, KILLS_FILE, SERVING_FILE, serving_outcomes
 
 FIGURES = ROOT / "docs" / "figures"
-SERVING_FILES = ("serving-matrix-h200-x2.json", "serving-matrix-h200.json")
+SERVING_FILES = (SERVING_FILE, "serving-matrix-h200.json")
 COLORS = (BLUE, ORANGE, LIGHT_BLUE, RED)
-KILLS_FILE = "kills-nccl-h100-x2.json"
-ABLATION_FILES = ("ablation-h100-x2.json", "ablation-delta-h100-x2.json")
 NUM_LAYERS, LAYER_WEIGHTS = 32, ("qkv", "output", "gate_up", "down")
 
 
@@ -172,7 +177,7 @@ def kills() -> str:
 
 def ablation() -> str:
     """What delta transfer and cascade attention are worth."""
-    charts = dict(disaggregation_charts(*_rows_and_hardware(ABLATION_FILES)))
+    charts = dict(disaggregation_charts(*_rows_and_hardware(ABLATION_RESULTS)))
     return draw(charts["ablation"])
 
 

@@ -25,6 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
 PROFILE_RESULT = "step-profile-llama-3-8b-h100.json"
 TRANSFERS_RESULT = "transfers-h200-x2.json"
+ABLATION_RESULTS = ("ablation-h100-x2.json", "ablation-delta-h100-x2.json")
 POOL_ARMS = ("disaggregated", "aggregated")
 REGION = re.compile(r"(?s)(<!-- table: ([a-z-]+) -->\n).*?(<!-- end of table -->)")
 
@@ -186,7 +187,7 @@ def pools() -> str:
 
 def ablation() -> str:
     """What delta transfer and cascade attention are worth, alone and together."""
-    rows = _rows_of("ablation-h100-x2.json") | _rows_of("ablation-delta-h100-x2.json")
+    rows = {case: row for name in ABLATION_RESULTS for case, row in _rows_of(name).items()}
 
     def cells(shape: str) -> Iterator[str]:
         streams, shared, own = map(int, shape.split(","))

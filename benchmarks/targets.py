@@ -17,6 +17,8 @@ RESULTS = Path(__file__).parent / "results"
 SERVING_FILE = "serving-matrix-h200-x2.json"
 FIRST_TOKENS_FILE = "serving-matrix-h100-x2.json"  # newer; both GPUs compute equally fast
 STARTS_FILE = "ready-h100-x2.json"
+KILLS_FILE = "kills-nccl-h100-x2.json"
+MEMORY_FILE = "kills-nccl-memory-h100-x2.json"
 
 # Cases of benchmarks.serving_matrix with one prefill and one decode worker, ms
 SERVING_MS = {
@@ -85,8 +87,8 @@ def other_outcomes() -> Iterator[Outcome]:
         unit="%",
         file=file,
     )
-    yield from _kills("kills-nccl-h100-x2.json")
-    yield _kept_memory("kills-nccl-memory-h100-x2.json")
+    yield from _kills(KILLS_FILE)
+    yield _kept_memory(MEMORY_FILE)
     yield from _relay("relay-cpu.json")
 
 
