@@ -27,6 +27,7 @@ from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 
 LOOPBACK = "127.0.0.1"  # address of processes whose callers are all on one host
+MAX_MODEL_NAME_CHARS = 1024  # as protos/inference.proto says it
 
 
 def _is_model(model: Any) -> bool:
@@ -73,7 +74,10 @@ class ClusterConfig:
         "10.0.0.2: /models/llama, or 10.0.0.2=/models/llama as a flag",
     )
     served_model_name: str = option(
-        "", "Name of the model; default: that of its folder or GGUF file."
+        "",
+        "Name of the model; default: that of its folder or GGUF file.",
+        accepts=lambda name: len(name) <= MAX_MODEL_NAME_CHARS,
+        accepted=f"at most {MAX_MODEL_NAME_CHARS} characters",
     )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "Device of the workers; auto: CUDA if there is a GPU."

@@ -458,6 +458,11 @@ def test_keys_given_twice_hide_no_other_error(tmp_path):
     ]
 
 
+def test_the_name_of_a_model_is_no_longer_than_routers_accept():
+    with pytest.raises(ConfigError, match="allowed: at most 1024 characters"):
+        load_config(None, {"served_model_name": "m" * 1025})
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

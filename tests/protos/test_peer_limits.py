@@ -9,6 +9,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from cluster.config import MAX_MODEL_NAME_CHARS
 from grammars import constraint
 from kv_transfer.wire import MAX_REASON_CHARS as MAX_ABORT_CHARS
 from pagewire.protos import common_pb2, controller_pb2, worker_pb2
@@ -207,4 +208,5 @@ def test_senders_and_clients_stay_within_the_limits() -> None:
     of_each = FIELDS["SamplingParams.stop"].GetOptions().Extensions[most_each]
     assert of_each == MAX_STOP_CHARS
     assert MOST["Choices.texts"] == constraint.MAX_CHOICES
+    assert MOST["Model.name"] == MAX_MODEL_NAME_CHARS
     assert MOST["Constraint.grammar"] == constraint.MAX_BYTES
