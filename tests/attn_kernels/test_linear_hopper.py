@@ -17,6 +17,11 @@ from tests.support.gluon_emulator import DeadlockError, HazardError, edited, emu
 BF16 = torch.bfloat16
 NAN = float("nan")
 FEW, MANY = HOPPER_TILES[-1], HOPPER_TILES[0]
+# With two stages, each is used again soon.
+PLAIN = HopperLinearTile(block_m=128, block_n=256, block_k=64, num_stages=2)
+TAILED = HopperLinearTile(
+    block_m=128, tail_m=32, block_n=128, block_k=64, num_stages=2, is_swapped=True
+)
 
 
 def emulate(
@@ -84,64 +89,55 @@ def test_no_order_of_events_changes_the_result(tile: HopperLinearTile) -> None:
 
 # Each of them is needed, and the emulation sees it if one is not there.
 @pytest.mark.parametrize(
-    ("name", "old", "new"),
+    ("tile", "name", "old", "new"),
     [
-        ("copy_operands", "mbarrier.wait(empty.index(stage), phase)", "pass"),
-        ("copy_operands", "phase = 1", "phase = 0"),
-        ("copy_operands", "(BLOCK_M + TAIL + BLOCK_N)", "(2 * BLOCK_M + BLOCK_N)"),
-        ("multiply", "mbarrier.wait(full.index(stage), phase)", "pass"),
-        ("multiply", "phase = gl.where(wraps, phase ^ 1, phase)", "pass"),
-        ("multiply", "warpgroup_mma_wait(1, deps=[acc])", "warpgroup_mma_wait(2, deps=[acc])"),
-        ("multiply", ", pred=start > 0)", ")"),
-        (
-            "multiply",
-            "mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)\n",
-            "pass\n",
+        *(
+            (PLAIN, *each)
+            for each in (
+                ("copy_operands", "mbarrier.wait(empty.index(stage), phase)", "pass"),
+                ("copy_operands", "phase = 1", "phase = 0"),
+                ("copy_operands", "(BLOCK_M + TAIL + BLOCK_N)", "(2 * BLOCK_M + BLOCK_N)"),
+                ("multiply", "mbarrier.wait(full.index(stage), phase)", "pass"),
+                ("multiply", "phase = gl.where(wraps, phase ^ 1, phase)", "pass"),
+                (
+                    "multiply",
+                    "warpgroup_mma_wait(1, deps=[acc])",
+                    "warpgroup_mma_wait(2, deps=[acc])",
+                ),
+                ("multiply", ", pred=start > 0)", ")"),
+                (
+                    "multiply",
+                    "mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)\n",
+                    "pass\n",
+                ),
+                ("multiply", "fence_async_shared()\n                tma", "tma"),
+                (
+                    "multiply",
+                    "store_wait(OUT_BOXES - 1)\n                out_box",
+                    "store_wait(9)\n                out_box",
+                ),
+                ("multiply", "\n    tma.store_wait(0)", ""),
+            )
         ),
-        ("multiply", "fence_async_shared()\n                tma", "tma"),
-        (
-            "multiply",
-            "store_wait(OUT_BOXES - 1)\n                out_box",
-            "store_wait(9)\n                out_box",
+        *(
+            (TAILED, *each)
+            for each in (
+                ("copy_operands", "(BLOCK_M + TAIL + BLOCK_N)", "(BLOCK_M + BLOCK_N)"),
+                (
+                    "multiply",
+                    "warpgroup_mma_wait(1, deps=[acc, tail]",
+                    "warpgroup_mma_wait(3, deps=[acc, tail]",
+                ),
+                ("multiply", "2 if TAIL else 1", "9"),
+                ("store_swapped", "fence_async_shared()", "pass"),
+            )
         ),
-        ("multiply", "\n    tma.store_wait(0)", ""),
     ],
+    ids=str,
 )
 def test_the_emulation_sees_what_a_kernel_forgets(
-    monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str
-) -> None:
-    tile = HopperLinearTile(block_m=128, block_n=256, block_k=64, num_stages=2)
-
-    assert_sees(monkeypatch, tile, name, old, new)
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new"),
-    [
-        ("copy_operands", "(BLOCK_M + TAIL + BLOCK_N)", "(BLOCK_M + BLOCK_N)"),
-        (
-            "multiply",
-            "warpgroup_mma_wait(1, deps=[acc, tail]",
-            "warpgroup_mma_wait(3, deps=[acc, tail]",
-        ),
-        ("multiply", "2 if TAIL else 1", "9"),
-        ("store_swapped", "fence_async_shared()", "pass"),
-    ],
-)
-def test_the_emulation_sees_what_a_tail_forgets(
-    monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str
-) -> None:
-    tile = HopperLinearTile(
-        block_m=128, tail_m=32, block_n=128, block_k=64, num_stages=2, is_swapped=True
-    )
-
-    assert_sees(monkeypatch, tile, name, old, new)
-
-
-def assert_sees(
     monkeypatch: pytest.MonkeyPatch, tile: HopperLinearTile, name: str, old: str, new: str
 ) -> None:
-    """Assert that a tile is right, and that the emulation finds out if a piece is replaced."""
     x, weight = randn("cpu", BF16, 200, 136), randn("cpu", BF16, 1616, 136, seed=1)
     expected = emulate(x, weight, tile)
 
