@@ -18,6 +18,7 @@ from pagewire.protos import worker_pb2
 from router.config import RouterConfig
 from router.errors import ControllerGone, PortTaken
 from router.process import RouterProcess
+from router.router import Router
 from router.settings import RouterSettings
 from router.tenants.file import digest_of
 from router.tenants.gate import is_operator
@@ -27,6 +28,12 @@ from tests.router.scripted_worker import ScriptedWorker, Session, delta, running
 from tests.router.tokenizers_for_tests import byte_level
 from tests.support.scrapes import samples
 from tests.support.virtual_time import run_virtual
+
+
+def sum_s(router: Router, name: str) -> float:
+    """Return the sum of a histogram of the router's model, seconds."""
+    found = samples(router.metrics.expose().decode())
+    return found[f"pagewire_{name}_seconds_sum", router.model_name]
 
 
 def test_a_router_counts_calls_and_times_by_names_that_users_of_vllm_know() -> None:
@@ -87,10 +94,8 @@ def test_the_time_of_a_call_is_its_queue_its_prefill_and_its_decode() -> None:
     async def main() -> None:
         async with running_router(ScriptedWorker("decode-0", serve=queued)) as tested:
             await tested.generate(max_tokens=2)
-            found = samples(tested.router.metrics.expose().decode())
-            model = tested.router.model_name
             took = {
-                part: found[f"pagewire_request_{part}_time_seconds_sum", model]
+                part: sum_s(tested.router, f"request_{part}_time")
                 for part in ("queue", "prefill", "decode", "inference")
             }
 
@@ -112,13 +117,9 @@ def test_attempts_that_failed_before_the_first_token_count_as_prefill() -> None:
     async def main() -> None:
         async with running_router(ScriptedWorker("decode-0", serve=lost_once)) as tested:
             await tested.generate(max_tokens=1)
-            found = samples(tested.router.metrics.expose().decode())
-            model = tested.router.model_name
-            prefill_s = found["pagewire_request_prefill_time_seconds_sum", model]
+            prefill_s = sum_s(tested.router, "request_prefill_time")
 
-            assert prefill_s == pytest.approx(
-                found["pagewire_time_to_first_token_seconds_sum", model], abs=0.01
-            )
+            assert prefill_s == pytest.approx(sum_s(tested.router, "time_to_first_token"), abs=0.01)
             assert prefill_s > 1.0
 
     run_virtual(main())
