@@ -306,7 +306,7 @@ def multiply(
 @gluon.jit(do_not_specialize=["num_rows", "num_out", "num_in"])
 def linear_hopper_kernel(
     out_desc,  # [num_rows, num_out], or [num_rows, num_out / 2] if IS_GATED
-    out_tail_desc,  # the same in boxes of TAIL rows, if that is not 0
+    out_tail_desc,  # the same in boxes of TAIL rows; None if that is 0
     x_desc,  # [num_rows, num_in]
     x_tail_desc,  # likewise
     weight_desc,  # [num_out, num_in]

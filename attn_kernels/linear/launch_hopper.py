@@ -64,9 +64,9 @@ def launch(
     out_columns = min(num_columns, STORE_COLUMNS)
     linear_hopper_kernel[(min(tile.num_tiles(num_rows, num_out), programs_for(x.device, 1)),)](
         _descriptor(out, out_rows, out_columns),
-        _descriptor(out, tile.tail_m or out_rows, out_columns),
+        _descriptor(out, tile.tail_m, out_columns) if tile.tail_m else None,
         _descriptor(x, x_rows, tile.block_k),
-        _descriptor(x, tile.tail_m or x_rows, tile.block_k),
+        _descriptor(x, tile.tail_m, tile.block_k) if tile.tail_m else None,
         _descriptor(weight, weight_rows, tile.block_k),
         bias if bias is not None else weight,
         num_rows,
