@@ -31,6 +31,16 @@ def only_compiles() -> bool:
     return _only_compiles.get()
 
 
+def hash_compiler() -> None:
+    """Hash Triton's own files, which is half a second's work that hardly holds Python's lock.
+
+    Each look into Triton's cache needs the hash. Those of many threads at once would each make it.
+    """
+    from triton.runtime.cache import triton_key
+
+    triton_key()
+
+
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
     """Run nothing of what this thread launches inside; on leaving, compile it in other threads.

@@ -1,6 +1,7 @@
 """From a checkpoint to a ready engine: check, load weights, plan memory, compile, warm up."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_kernels.compile_ahead import compiling_ahead
+from attn_kernels.compile_ahead import compiling_ahead, hash_compiler
 from attn_kernels.tiles import to_device
 from kv_cache.layout import DTYPE_BYTES, KVLayout
 from kv_cache.torch_storage import CopyKernel, DigestKernel, TorchPageStorage
@@ -254,6 +255,8 @@ def import_kernels() -> None:
     """Import what computes with Triton; ImportError: there is none."""
     for name in TRITON_MODULES:
         import_module(name)
+    # While weights load.
+    threading.Thread(target=hash_compiler, name="hash-compiler", daemon=True).start()
 
 
 def _triton_attention(pages: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> AttentionBackend:
