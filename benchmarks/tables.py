@@ -24,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
 PROFILE_RESULT = "step-profile-llama-3-8b-h100.json"
-TRANSFERS_RESULT = "transfers-h200-x2.json"
-ABLATION_RESULTS = ("ablation-h100-x2.json", "ablation-delta-h100-x2.json")
+POOLS_RESULT = "transfers-h200-x2.json"
+TRANSFERS_RESULT = "transfers-receive-h100-x2.json"
+ABLATION_RESULTS = tuple(f"ablation{arms}-h100-x2.json" for arms in ("", "-delta", "-none"))
 POOL_ARMS = ("disaggregated", "aggregated")
 REGION = re.compile(r"(?s)(<!-- table: ([a-z-]+) -->\n).*?(<!-- end of table -->)")
 
@@ -157,7 +158,7 @@ def step_profile() -> str:
 def pools() -> str:
     """The same work on two GPUs, as two pools and without a prefill worker."""
     # The replay was not measured again when the transfers were.
-    rows = _rows_of("disaggregation-h100-x2.json") | _rows_of(TRANSFERS_RESULT)
+    rows = _rows_of("disaggregation-h100-x2.json") | _rows_of(POOLS_RESULT)
     figures = (
         ("itl", "chats beside long prompts: between tokens, p50", "itl_ms_p50", "ms"),
         ("itl", "p99", "itl_ms_p99", "ms"),
@@ -225,6 +226,7 @@ def transfers() -> str:
         moved = rows.get(f"transfer/scattered@{length}")
         share = rows.get(f"transfer/ttft_share@{length}")
         yield _ms(moved["gb_per_s"]) if moved else ""
+        yield _ms(again["receive_gb_per_s"])
         yield f"{100 * share['hidden_share']:.0f} %" if share else ""
 
     return table(
@@ -236,6 +238,7 @@ def transfers() -> str:
             "cached, ms",
             "second token, ms",
             "pages, GB/s",
+            "arriving, GB/s",
             "hidden",
         ),
         (tuple(cells(length)) for length in LENGTHS if length),
