@@ -36,13 +36,14 @@ class PemError(Exception):
 
     Args:
         option: The option that names the file.
-        told: The file, and what is wrong with it; never key material.
+        found: The file, and what is wrong with it; never key material.
+        allowed: What would be right.
     """
 
-    def __init__(self, option: str, told: str) -> None:
-        super().__init__(f"{option}: {told}")
+    def __init__(self, option: str, found: str, allowed: str) -> None:
         self.option = option
-        self.told = told
+        self.told = f"{found}; allowed: {allowed}"
+        super().__init__(f"{option}: {self.told}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,8 +149,9 @@ def read_pem(files: PemFiles) -> Pem:
     if not not_before <= now < expires_at:
         early = f"is not valid before {utc(not_before)}"
         told = early if now < not_before else f"has expired, on {utc(expires_at)}"
-        allowed = "allowed: a certificate that is valid now"
-        raise PemError(files.certificate.option, f"{path} {told}; {allowed}")
+        raise PemError(
+            files.certificate.option, f"{path} {told}", "a certificate that is valid now"
+        )
     pem = Pem(
         certificate=certificate,
         key=key,
@@ -163,8 +165,11 @@ def read_pem(files: PemFiles) -> Pem:
         check_trusted(files, pem, pem.authority, f"{paths} ({options})")
     if files.name and not is_for(pem, files.name.path):
         names = ", ".join(pem.names) or "no name"
-        told = f"{path} is for {names}, not for {files.name.path} ({files.name.option})"
-        raise PemError(files.certificate.option, told)
+        raise PemError(
+            files.certificate.option,
+            f"{path} is for {names}, not for {files.name.path} ({files.name.option})",
+            "a certificate with that name",
+        )
     return pem
 
 
@@ -184,8 +189,11 @@ def check_trusted(files: PemFiles, pem: Pem, authority: bytes, told_authority: s
         try:
             _show(pem, side, trusted=authority)
         except ssl.SSLError as error:
-            told = f"{files.certificate.path} is not from {told_authority}: {_reason(error)}"
-            raise PemError(files.certificate.option, told) from error
+            raise PemError(
+                files.certificate.option,
+                f"{files.certificate.path} is not from {told_authority}: {_reason(error)}",
+                "a certificate of that authority, with its chain",
+            ) from error
 
 
 def is_for(pem: Pem, host: str) -> bool:
@@ -253,36 +261,52 @@ def _read(file: PemFile, *, is_secret: bool = False) -> bytes:
             content = opened.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: an impossible path
         reason = getattr(error, "strerror", None) or error
-        told = f"{file.path} cannot be read: {reason}; allowed: a PEM file that this user can read"
-        raise PemError(file.option, told) from error
+        raise PemError(
+            file.option,
+            f"{file.path} cannot be read: {reason}",
+            "a PEM file that this user can read",
+        ) from error
     if len(content) > MAX_FILE_BYTES:
-        raise PemError(file.option, f"{file.path} has more than {MAX_FILE_BYTES} bytes")
+        raise PemError(
+            file.option,
+            f"{file.path} has more than {MAX_FILE_BYTES} bytes",
+            "a PEM file of at most that size",
+        )
     return content
 
 
 def _check_certificates(file: PemFile, content: bytes) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode())
-    except ValueError as error:  # UnicodeDecodeError, but not SSLError
-        raise PemError(file.option, f"{file.path} holds no certificate in PEM") from error
-    except ssl.SSLError as error:
-        raise PemError(file.option, f"{file.path} holds no certificate in PEM") from error
+    except (ValueError, ssl.SSLError) as error:  # ValueError: not ASCII
+        raise PemError(
+            file.option,
+            f"{file.path} holds no certificate in PEM",
+            "a PEM file of whole certificates",
+        ) from error
 
 
 def _check_pair(certificate: PemFile, key: PemFile, shown: bytes, secret: bytes) -> None:
     try:
         _context(ssl.PROTOCOL_TLS_SERVER, shown, secret)
     except _EncryptedKey:
-        told = f"{key.path} is encrypted; it must be a key without a passphrase"
-        raise PemError(key.option, told) from None
+        raise PemError(
+            key.option, f"{key.path} is encrypted", "a key without a passphrase"
+        ) from None
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            told = f"{key.path} is not the key of {certificate.path} ({certificate.option})"
-            raise PemError(key.option, told) from error
+            found = f"{key.path} is not the key of {certificate.path} ({certificate.option})"
+            raise PemError(key.option, found, "the key of that certificate") from error
         if error.reason:  # usually too weak a signature
-            told = f"{certificate.path} cannot be used: {_words(error.reason)}"
-            raise PemError(certificate.option, told) from error
-        raise PemError(key.option, f"{key.path} holds no private key in PEM") from error
+            found = f"{certificate.path} cannot be used: {_words(error.reason)}"
+            raise PemError(
+                certificate.option, found, "a certificate that this host's OpenSSL accepts"
+            ) from error
+        raise PemError(
+            key.option,
+            f"{key.path} holds no private key in PEM",
+            "a PEM file with a whole private key",
+        ) from error
 
 
 def _shown_alone(files: PemFiles, certificate: bytes, key: bytes) -> dict[str, Any]:
@@ -294,8 +318,11 @@ def _shown_alone(files: PemFiles, certificate: bytes, key: bytes) -> dict[str, A
         try:
             shown = _show(pem, side, trusted=certificate, is_timeless=True)
         except ssl.SSLError as error:
-            told = f"{files.certificate.path} is not for a {side}: {_reason(error)}"
-            raise PemError(files.certificate.option, told) from error
+            raise PemError(
+                files.certificate.option,
+                f"{files.certificate.path} is not for a {side}: {_reason(error)}",
+                f"a certificate that is for a {side}, too",
+            ) from error
     return shown
 
 

@@ -235,6 +235,7 @@ def test_serve_ends_with_one_line_that_names_option_and_file(
     assert foreign.stderr.startswith(
         f"error: tls.certificate_file: {tls.certificate_file} is not from "
     )
+    assert foreign.stderr.endswith("; allowed: a certificate of that authority, with its chain\n")
     assert foreign.stderr.count("\n") == open_in_clear.stderr.count("\n") == 1
     assert "front_tls.certificate_file: found none; allowed: a certificate" in open_in_clear.stderr
 
