@@ -1,5 +1,6 @@
 """The memory that a model needs and the pages that workers hold, before anything is started."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -112,22 +113,29 @@ def pool_remedy(needs: ModelNeeds, config: ClusterConfig, key: str) -> str:
     return f"more memory for pages in {config.pool_section(key)}; the context takes {context}"
 
 
-def host_bytes(needs: ModelNeeds, config: ClusterConfig) -> int:
-    """Return the memory that all workers of a configuration take on a host without GPUs."""
+def host_bytes(needs: ModelNeeds, config: ClusterConfig, workers: Mapping[str, int]) -> int:
+    """Return the memory that a cluster's processes take on a host without GPUs.
+
+    Args:
+        needs, config: The model's needs, and the options of its workers.
+        workers: Numbers of workers by the key of their pool.
+    """
     beside = PROCESS_BYTES + needs.weights_bytes
-    pages = _pages_bytes(needs, config).items()
-    return CLUSTER_BYTES + sum(config.workers_of_pools[key] * (beside + own) for key, own in pages)
+    pages = _pages_bytes(needs, config, workers).items()
+    return CLUSTER_BYTES + sum(workers[key] * (beside + own) for key, own in pages)
 
 
 def memory_shortage(
-    needs: ModelNeeds, config: ClusterConfig, memory: HostMemory
+    needs: ModelNeeds, config: ClusterConfig, workers: Mapping[str, int], memory: HostMemory
 ) -> MemoryShortage | None:
-    """Judge a host without GPUs; None: all workers fit into what is free."""
-    needed = host_bytes(needs, config)
+    """Judge a host without GPUs; None: all workers fit into what is free. See host_bytes."""
+    needed = host_bytes(needs, config, workers)
     if needed <= memory.free_bytes:
         return None
-    is_hopeless = needed > memory.total_bytes
-    return MemoryShortage(found=memory_account(needs, config, memory), is_hopeless=is_hopeless)
+    return MemoryShortage(
+        found=memory_account(needs, config, workers, memory),
+        is_hopeless=needed > memory.total_bytes,
+    )
 
 
 def memory_remedy(config: ClusterConfig) -> str:
@@ -146,10 +154,12 @@ def memory_remedy(config: ClusterConfig) -> str:
     return f"{flags}, and in the file {', '.join(in_file)}" if in_file else flags
 
 
-def memory_account(needs: ModelNeeds, config: ClusterConfig, memory: HostMemory) -> str:
+def memory_account(
+    needs: ModelNeeds, config: ClusterConfig, workers: Mapping[str, int], memory: HostMemory
+) -> str:
     """Say how much memory the workers need, by which option, and how much there is."""
     option = "num_pages" if config.num_pages else "cpu_pages_mib"
-    pages = _pages_bytes(needs, config).values()
+    pages = _pages_bytes(needs, config, workers).values()
     if config.pools:
         each = f"{format_bytes(min(pages))} to {format_bytes(max(pages))} for pages each, by pool"
     else:
@@ -157,16 +167,18 @@ def memory_account(needs: ModelNeeds, config: ClusterConfig, memory: HostMemory)
             f"{format_bytes(max(pages))} for pages each, as {option} is {getattr(config, option)}"
         )
     return (
-        f"{config.num_workers('prefill') + config.num_workers('decode')} workers need about "
-        f"{format_bytes(host_bytes(needs, config))}, with {each}; "
+        f"{sum(workers.values())} workers need about "
+        f"{format_bytes(host_bytes(needs, config, workers))}, with {each}; "
         f"{format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} are free"
     )
 
 
-def _pages_bytes(needs: ModelNeeds, config: ClusterConfig) -> dict[str, int]:
+def _pages_bytes(
+    needs: ModelNeeds, config: ClusterConfig, workers: Mapping[str, int]
+) -> dict[str, int]:
     """Return the bytes for pages of each worker on a host without GPUs, by pool."""
     return {
         key: pages_of_worker(needs, config.in_pool(key), None) * needs.page_bytes
-        for key, number in config.workers_of_pools.items()
+        for key, number in workers.items()
         if number
     }

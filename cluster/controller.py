@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from cluster.placement import (
     workers_on,
 )
 from cluster.places import Place, check_move, check_room, choose_places
+from cluster.pool_config import pool_of
+from cluster.preflight import check_growth
 from cluster.scaling import (
     ClusterWorkers,
     ScalePlan,
@@ -185,7 +188,11 @@ class ControllerActor:
         """
         self._check_open()
         config, device = self._deployment.config, self._deployment.device
-        plan = plan_scale(self._workers(), config, device, wanted)
+        workers = self._workers()
+        plan = plan_scale(workers, config, device, wanted)
+        if plan.starts:
+            names = [*(workers.staying - set(plan.drains)), *plan.starts]
+            check_growth(config, device, Counter(map(pool_of, names)))
         places = self._places_for(plan.starts)
         if not config.pool_resources:  # hosts do not join later
             check_room(places)
@@ -219,7 +226,10 @@ class ControllerActor:
         """
         self._check_open()
         config, device = self._deployment.config, self._deployment.device
-        name = plan_move(self._workers(), config, device, worker_id, pool)
+        workers = self._workers()
+        name = plan_move(workers, config, device, worker_id, pool)
+        names = [*(workers.staying - {worker_id}), name]
+        check_growth(config, device, Counter(map(pool_of, names)))
         place = self._membership.places[worker_id]
         check_move(worker_id, place, config.pool(pool).amounts, hosts_now()[0])
         actor = self._place(name, place)

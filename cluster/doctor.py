@@ -363,9 +363,9 @@ def check_model(model_dir: Path, device: str) -> Finding:
 
 def check_memory(facts: HostFacts, config: ClusterConfig, needs: ModelNeeds) -> Finding:
     """Weights and pages of all workers fit into the memory of a host without GPUs."""
-    shortage = memory_shortage(needs, config, facts.memory)
+    shortage = memory_shortage(needs, config, config.workers_of_pools, facts.memory)
     if not shortage:
-        found = memory_account(needs, config, facts.memory)
+        found = memory_account(needs, config, config.workers_of_pools, facts.memory)
         return Finding(check="memory", level="ok", found=found)
     return Finding(
         check="memory",

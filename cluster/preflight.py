@@ -3,7 +3,7 @@
 Imports Ray only to look for one that runs: the import takes a second.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cluster.capacity import (
@@ -89,6 +89,27 @@ def check_start(
     return device
 
 
+def check_growth(config: ClusterConfig, device: str, workers: Mapping[str, int]) -> None:
+    """Refuse more workers than the only host of a running cluster, without GPUs, can ever hold.
+
+    Args:
+        config, device: Configuration and device of the cluster.
+        workers: Numbers of workers, those that run included, by the key of their pool.
+
+    Raises:
+        ConfigError: The model can no longer be read.
+        PlacementError: Says how many workers these are, what they need and what there is.
+    """
+    if config.ray_address or device != "cpu":
+        return
+    assert config.model is not None
+    check_model_files(config.model)
+    needs = read_model_needs(config.model, config, device)
+    shortage = memory_shortage(needs, config, workers, read_host_memory())
+    if shortage and shortage.is_hopeless:
+        raise PlacementError(f"{shortage.found}; ask for fewer; nothing has changed")
+
+
 def check_all(*checks: Callable[[], object]) -> None:
     """Run all checks of what a start needs; any other error than these two ends them at once.
 
@@ -170,7 +191,7 @@ def _check_memory(config: ClusterConfig, say: Callable[[str], None]) -> None:
                 f"{name}: found {own.cpu_pages_mib}; allowed: at least {least_mib}, which holds a "
                 f"page of {needs.page_size} tokens of this model"
             )
-    shortage = memory_shortage(needs, config, read_host_memory())
+    shortage = memory_shortage(needs, config, config.workers_of_pools, read_host_memory())
     if shortage and shortage.is_hopeless:
         raise PlacementError(f"{shortage.found}; try {memory_remedy(config)}")
     if shortage:

@@ -58,6 +58,8 @@ class World:
         monkeypatch.setattr(module, "hosts_now", lambda: (NODES, self.available))
         monkeypatch.setattr(module, "_now", lambda: self.now)
         monkeypatch.setattr(module, "place_worker", self._place)
+        self.most_workers = 99  # that the host can hold
+        monkeypatch.setattr(module, "check_growth", self._check_growth)
         monkeypatch.setattr(module, "MemberServer", lambda *_, ports: RouterThatHears(self.told))
         self.deployment = Deployment(
             config=load_config(None, {"model": "/models/tiny", "prefill": 2, "decode": 2}),
@@ -83,6 +85,10 @@ class World:
         await self.controller.announce_worker(
             worker_id, incarnation, "h:1", pool, is_leaving, *where, 7
         )
+
+    def _check_growth(self, config, device, workers):
+        if sum(workers.values()) > self.most_workers:
+            raise PlacementError(f"too many: {sorted(workers.items())}")
 
     def _place(self, deployment, worker_id, where):
         self.placed[worker_id] = where
@@ -408,6 +414,21 @@ def test_scaling_places_new_workers_and_lets_others_go_and_what_still_loads_is_e
 
         await world.controller.scale({"decode": 2}, 5.0)
         assert world.told[-1] == ("kill", "decode-2"), "nobody has heard of it, so nothing runs"
+
+    asyncio.run(main())
+
+
+def test_workers_that_the_host_cannot_hold_are_refused_before_any_is_placed_or_leaves(world):
+    async def main():
+        await world.start()
+        world.most_workers = 4
+        with pytest.raises(PlacementError, match=r"too many: .*decode', 4.*prefill', 1"):
+            await world.controller.scale({"prefill": 1, "decode": 4}, 1.0)
+        world.most_workers = 3
+        with pytest.raises(PlacementError, match=r"too many: .*decode', 3.*prefill', 1"):
+            await world.controller.move("prefill-1", "decode", 1.0)
+        assert world.told == []
+        await world.controller.scale({"decode": 1}, 1.0)  # fewer are never too many
 
     asyncio.run(main())
 

@@ -23,7 +23,7 @@ from cluster.host_memory import HostMemory
 from cluster.own_address import check_interfaces
 from cluster.pool_config import PoolConfig
 from cluster.port_need import check_port_ranges
-from cluster.preflight import check_start
+from cluster.preflight import check_growth, check_start
 from tests.support.certificates import Authority
 from tests.support.interfaces import have_interfaces
 
@@ -106,6 +106,28 @@ def test_the_memory_of_each_pool_counts(monkeypatch, tmp_path):
     options["cpu_pages_mib"] = 2**20
     small = {"cpu_pages_mib": 64}
     assert check({"prefill": small, "decode": small}) == []
+
+
+def test_more_workers_than_the_only_host_can_ever_hold_are_refused(monkeypatch, tmp_path):
+    memory = HostMemory(total_bytes=8 * GIB, free_bytes=GIB)  # the running ones have the rest
+    monkeypatch.setattr(preflight, "read_host_memory", lambda: memory)
+    options = {"model": str(demo_model_dir()), "pools.small.role": "decode"}
+    config = load_config(None, options)
+    many = {"prefill": 2, "decode": 3, "decode-small": 35}
+
+    with pytest.raises(PlacementError) as refused:
+        check_growth(config, "cpu", many)
+
+    assert re.fullmatch(
+        r"40 workers need about [\d.]+ GiB, with 256 MiB to 256 MiB for pages each, by pool; 1.0 "
+        r"GiB of 8.0 GiB are free; ask for fewer; nothing has changed",
+        str(refused.value),
+    )
+    check_growth(config, "cpu", many | {"decode-small": 1})
+    check_growth(config, "cuda", many)
+    check_growth(replace(config, ray_address="auto"), "cpu", many)  # of any number of hosts
+    with pytest.raises(ConfigError, match="allowed: an existing folder"):
+        check_growth(replace(config, model=tmp_path / "none"), "cpu", many)
 
 
 def test_workers_that_may_not_fit_now_are_warned_of(monkeypatch):
