@@ -215,3 +215,5 @@ class RemotePrefill:
             raise ValueError(f"token_ids: found {found} tokens; allowed: {allowed}")
         # A wrong one would fail a pass, which other requests share.
         self._model.check_tokens("token_ids", [each.token_id for each in result.tokens])
+        top = [token_id for each in result.tokens for token_id, _ in each.top_logprobs]
+        self._model.check_tokens("logprobs.top_token_ids", top)

@@ -275,6 +275,11 @@ class Session:
                     delta = wire.delta(each, has_logprobs=found.has_logprobs)
                     if (largest := max(delta.token_ids, default=0)) >= self._vocab_size:
                         found.end_attempt(self._unknown(largest))
+                    elif (
+                        found.has_logprobs
+                        and (largest := wire.largest_top_token(each)) >= self._vocab_size
+                    ):
+                        found.end_attempt(self._unknown(largest, "top_token_ids"))
                     else:
                         self._feed(found, delta, now)
                 except WrongDelta as wrong:
@@ -291,9 +296,9 @@ class Session:
             if token_id >= self._vocab_size and (numbered := self._numbered.get(number)):
                 numbered[0].end_attempt(self._unknown(token_id))
 
-    def _unknown(self, token_id: int) -> AttemptFailed:
+    def _unknown(self, token_id: int, field: str = "token_ids") -> AttemptFailed:
         return AttemptFailed(
-            f"{self.worker.member.worker_id}: token_ids: found {token_id}; allowed: 0 to "
+            f"{self.worker.member.worker_id}: {field}: found {token_id}; allowed: 0 to "
             f"{self._vocab_size - 1}"
         )
 

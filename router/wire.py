@@ -19,7 +19,12 @@ from pagewire.protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.protos.token_ids import (
+    TOKEN_BYTES,
+    pack_token_ids,
+    token_array,
+    unpack_token_ids,
+)
 from protos.contract import CONTRACT_VERSION
 from protos.sampling_limits import MAX_CHOICES
 from router.chat_format import ToolCallFormat
@@ -287,6 +292,24 @@ def delta(message: worker_pb2.TokenDelta, *, has_logprobs: bool) -> Delta:
         finish=_FINISHES.get(message.finish_reason),
         stats=_stats(message.stats) if message.HasField("stats") else None,
     )
+
+
+def largest_top_token(message: worker_pb2.TokenDelta) -> int:
+    """Return the largest of the most probable tokens that are told; 0: none is.
+
+    Raises:
+        WrongDelta: There are not as many token ids as log probabilities, or one is cut off.
+    """
+    largest = 0
+    for each in message.logprobs:
+        found, allowed = len(each.top_token_ids), TOKEN_BYTES * len(each.top_logprobs)
+        if found != allowed:
+            raise WrongDelta(
+                f"choice {message.choice}: top_token_ids: found {found} bytes; allowed: {allowed}, "
+                f"{TOKEN_BYTES} for each of top_logprobs"
+            )
+        largest = max(largest, max(token_array(each.top_token_ids), default=0))
+    return largest
 
 
 def failure(message: worker_pb2.RequestFailure) -> Failure:

@@ -195,15 +195,20 @@ def test_a_prefill_worker_that_tells_its_result_twice_repeats_no_token(
     run(scenario, slow_pages())
 
 
+@pytest.mark.parametrize(
+    "wrong_fields",
+    [{"token_id": 2**32 - 1}, {"logprob": -1.0, "top_logprobs": ((2**32 - 1, -1.0),)}],
+    ids=["drawn", "probable"],
+)
 def test_a_token_that_does_not_exist_is_taken_from_no_prefill_worker(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, wrong_fields: dict[str, Any]
 ) -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         told = Attempt.progressed
 
         def wrong(attempt: Attempt, progress: Progress) -> None:
             if isinstance(progress, FinishedPrompt):
-                drawn = [replace(each, token_id=2**32 - 1) for each in progress.tokens]
+                drawn = [replace(each, **wrong_fields) for each in progress.tokens]
                 progress = replace(progress, tokens=tuple(drawn))
             told(attempt, progress)
 

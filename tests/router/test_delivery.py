@@ -16,7 +16,9 @@ from tests.support.log_records import records_of
 
 SLOW_S = 0.3
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65535)]
-BULKY = common_pb2.TokenLogprobs(top_token_ids=b"x" * 500_000)  # more than the connection holds
+BULKY = common_pb2.TokenLogprobs(  # more than the connection holds
+    top_token_ids=bytes(500_000), top_logprobs=[-1.0] * 125_000
+)
 
 
 async def bulky(session: Session, submit: worker_pb2.SubmitRequest) -> None:

@@ -423,6 +423,38 @@ def test_a_token_id_that_is_cut_off_ends_the_attempt_alone() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize(
+    ("top", "values"),
+    [
+        (pack_token_ids([3, VOCAB_SIZE]), [-0.5, -1.0]),
+        (pack_token_ids([3, 4]), [-0.5]),
+        (pack_token_ids([3, 4])[:-1], [-0.5, -1.0]),
+    ],
+    ids=["of no model", "more than their log probabilities", "cut off"],
+)
+def test_wrong_tokens_among_the_most_probable_end_the_attempt_alone(
+    top: bytes, values: list[float]
+) -> None:
+    async def main() -> None:
+        async def send_it(session: Session, submit: Submit) -> None:
+            fine = common_pb2.TokenLogprobs(
+                top_token_ids=pack_token_ids([VOCAB_SIZE - 1]), top_logprobs=[-0.5]
+            )
+            session.send(delta(submit, 0, 0, 2, logprobs=[fine] * 2))
+            wrong = common_pb2.TokenLogprobs(top_token_ids=top, top_logprobs=values)
+            session.send(delta(submit, 0, 2, 2, logprobs=[fine, wrong]))
+
+        async with running_router(ScriptedWorker("decode-0", serve=once(send_it))) as tested:
+            answer = await tested.generate(logprobs=2)
+
+            assert answer.error is None
+            assert answer.token_ids() == tokens(0, 10)
+            assert answer.usage.stats.resumptions == 1
+            assert sum(len(each.logprobs) for each in answer.messages) == 2
+
+    run_virtual(main())
+
+
 def test_a_client_whose_only_worker_sends_tokens_of_no_model_gets_a_clear_error() -> None:
     async def main() -> None:
         async def send_it(session: Session, submit: Submit) -> None:
