@@ -523,7 +523,9 @@ def test_redis_wants_its_password_and_shows_it_to_nobody(rendered, tmp_path):
     command = redis(rendered["production"])["command"]
     words = [str(tmp_path) if each == "/data" else each for each in command]
     at = str(tmp_path / "socket")
-    environment = {"PATH": os.environ["PATH"], "REDISCLI_AUTH": "a-password"}
+    # Each of these characters means something to a shell or to the configuration of Redis.
+    password = "a-password\\n\"'$HOME`id` é# \\x41\nrequirepass b\n"
+    environment = {"PATH": os.environ["PATH"], "REDISCLI_AUTH": password}
 
     def told(**given):
         asked = ["redis-cli", "-s", at, "ping"]
