@@ -38,6 +38,7 @@ from pagewire.cli.units import invalid_byte
 DEFAULT_ADDRESS = "localhost:50051"
 ANSWER_TIMEOUT_S = 5.0
 STATUS_PERIOD_S = 0.5
+ONCE_S = 1.0  # between the two looks of a single table
 WIDE_COLUMNS = 165  # width of the wide table of workers
 LONG_WAIT_S = 2.0  # for a first token; only longer waits are shown
 INTERRUPTED = 128 + signal.SIGINT  # exit code, by the convention of shells
@@ -281,15 +282,15 @@ def status(
 ) -> None:
     """Show workers, pages, hit rates and totals.
 
-    On a terminal, show them live with rates until Ctrl-C, also while the router does not answer.
-    Otherwise print one table.
+    With rates. On a terminal, show them live until Ctrl-C, also while the router does not answer.
+    Otherwise print one table with the rates of one second.
     """
     with interrupts_end_at_once():
         from rich.console import Console, Group, RenderableType
         from rich.live import Live
         from rich.text import Text
 
-        from pagewire.cli.rates import Answer, RateWindow
+        from pagewire.cli.rates import Answer, RateWindow, look_twice
         from pagewire.cli.status import router_silence, status_json, status_table
 
     with connect() as client:
@@ -300,7 +301,7 @@ def status(
         if once or not out.is_terminal:
             if wide and out.width < WIDE_COLUMNS:  # whole lines, even in a pipe
                 out = Console(width=WIDE_COLUMNS)
-            out.print(status_table(client.status(), is_wide=wide))
+            out.print(status_table(*look_twice(client, ONCE_S), is_wide=wide))
             return
         stopped = _stop_event()
         window = RateWindow()

@@ -4,12 +4,13 @@ A worker's totals are from its last heartbeat, so its rates divide by the time b
 heartbeats, not between two answers.
 """
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from pagewire import ClusterStatus, WorkerStatus
+from pagewire import Client, ClusterStatus, WorkerStatus
 
 WINDOW_S = 5.0  # ten heartbeats by default
 
@@ -70,6 +71,20 @@ class RateWindow:
         while len(self._answers) > 2 and answer.at - self._answers[1].at >= self._window_s:
             self._answers.popleft()
         return rates_between(self._answers[0], answer)
+
+
+def look_twice(client: Client, interval_s: float) -> tuple[ClusterStatus, Rates | None]:
+    """Return a router's second answer and the rates since its first; raises PagewireError.
+
+    Args:
+        client: Asks the router.
+        interval_s: Seconds between both.
+    """
+    window = RateWindow()
+    window.add(Answer(time.monotonic(), client.status()))
+    time.sleep(interval_s)
+    status = client.status()
+    return status, window.add(Answer(time.monotonic(), status))
 
 
 def rates_between(earlier: Answer, later: Answer) -> Rates | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from pagewire import Client, ClusterStatus, PagewireError, TransportError, WorkerStatus
-from pagewire.cli.rates import Answer, Rates, RateWindow, WorkerRates
+from pagewire.cli.rates import Answer, Rates, RateWindow, WorkerRates, look_twice
 from pagewire.cli.status import STOPPING, router_silence
 from pagewire.cli.units import format_bytes, format_count, format_rate
 
@@ -51,11 +51,7 @@ def top_lines(
 
 def print_once(client: Client, interval_s: float) -> None:
     """Print the rates of one interval; raises PagewireError."""
-    window = RateWindow()
-    window.add(Answer(time.monotonic(), client.status()))
-    time.sleep(interval_s)
-    status = client.status()
-    rates = window.add(Answer(time.monotonic(), status))
+    status, rates = look_twice(client, interval_s)
     sys.stdout.writelines(f"{line}\n" for line in top_lines(status, rates, columns=LINE_COLUMNS))
 
 

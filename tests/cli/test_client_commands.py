@@ -573,12 +573,13 @@ def test_a_closed_output_is_told_before_anything_is_asked():
         (("--once", "--wide"), ("h:1", "0000000000000007", "6/10", "75%")),
     ],
 )
-def test_status_prints_one_table(flags, words):
+def test_status_prints_one_table_and_rates(flags, words):
     with serving_in_thread(answer) as (address, _):
         result = run_main("status", *flags, "--address", address)
 
     row = next(line for line in result.stdout.splitlines() if "decode-0" in line)
     assert set(words) <= set(row.split())
+    assert "last 1 s: 0 requests/s · 0 tokens/s · " in result.stdout
     assert result.returncode == 0
 
 
