@@ -5,6 +5,7 @@ needed, and what is imported without being named is missing.
 """
 
 import compileall
+import json
 import os
 import re
 import subprocess
@@ -35,7 +36,8 @@ pytestmark = pytest.mark.xdist_group("wheels")  # all use what is built once
 HEAVY = {"torch", "ray", "triton", "numpy", "transformers", "tokenizers", "nvidia-nccl-cu13"}
 ENGINE = {"ray", "safetensors", "torch", "triton"}
 EXTRAS = SERVER["project"]["optional-dependencies"]
-ROUTERS = ROOT / "deploy" / "kubernetes" / "components" / "routers"
+DEPLOY = ROOT / "deploy"
+ROUTERS = DEPLOY / "kubernetes" / "components" / "routers"
 
 PROGRAM = """
 import sys
@@ -159,7 +161,7 @@ def wheels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheels") / "built"
     offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # 0: pip reads it as a `no`
     environment = os.environ | offline | {"PYTHON": sys.executable}
-    build = [ROOT / "deploy" / "docker" / "build_wheels.sh", folder]
+    build = [DEPLOY / "docker" / "build_wheels.sh", folder]
     subprocess.run(build, env=environment, check=True, timeout=100, umask=0o077)
     assert (folder / "constraints.txt").exists()
     return {each.name.partition("-")[0]: each for each in folder.glob("*.whl")}
@@ -353,6 +355,24 @@ def test_without_the_engine_routers_and_gateways_start_and_the_rest_says_what_is
         r"repository\n",
         serve.stderr,
     )
+
+
+@pytest.mark.cluster
+@pytest.mark.thorough
+@pytest.mark.timeout(120)
+def test_the_command_of_the_image_serves_a_model_and_ends_in_order(both):
+    write_demo_model(both.folder)
+    dockerfile = (DEPLOY / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    [command] = re.findall(r'^CMD (\["serve".+\])$', dockerfile, re.MULTILINE)
+    here = {"/model": str(both.folder), "50051": "0"}
+    words = [here.get(each, each) for each in json.loads(command)]
+
+    written = both.run_until(
+        "^(ready|error): ", both.folder / "bin" / "pagewire", *words, "--http-port", "0"
+    )
+
+    assert re.search(r"^ready: .+ on 0\.0\.0\.0:\d+", written, re.MULTILINE), written
+    assert written.splitlines()[-1] == "stopped"
 
 
 def test_client_and_server_share_a_process(both):
