@@ -2,12 +2,13 @@
 
 Routers validate what clients send and fill in defaults. This check keeps a value that an engine
 cannot take from getting there all the same: a failed pass costs all requests of its batch.
+How much a field may hold was checked when its message was read (see protos/peer_limits.py).
 """
 
 from grammars.constraint import Constraint
 from grammars.errors import GrammarError
 from llm_engine.sampling import SamplingParams
-from protos.sampling_limits import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS, RANGES
+from protos.sampling_limits import MAX_LOGPROBS, MAX_SEED, RANGES
 from worker.identity import ModelInfo
 
 
@@ -38,11 +39,6 @@ def check_sampling(params: SamplingParams, model: ModelInfo) -> None:
         value = getattr(params, name)
         if value is not None and not low <= value <= high:
             raise ValueError(f"sampling.{name}: found {value}; allowed: {low} to {high}")
-    if len(params.stop_token_ids) > MAX_STOP_TOKENS:
-        raise ValueError(
-            f"sampling.stop_token_ids: found {len(params.stop_token_ids)} ids; "
-            f"allowed: at most {MAX_STOP_TOKENS}"
-        )
     model.check_tokens("sampling.stop_token_ids", params.stop_token_ids)
     if params.constraint is not None:
         if params.ignore_eos or not model.eos_token_ids:

@@ -1025,6 +1025,10 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": (1,), "stop_token_ids": (1000,)},
         "sampling.stop_token_ids: found 1000",
     ),
+    "too many stops": (
+        {"prompt": (1,), "stop_token_ids": (1,) * 257},
+        "sampling.stop_token_ids: found 257 items; allowed: at most 256",
+    ),
     "all drawn": (
         {"prompt": (1,), "emitted": {0: [1] * 8}},
         "8 emitted tokens; allowed: fewer than 8",
