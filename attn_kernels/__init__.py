@@ -7,6 +7,7 @@ Each operation has a folder:
     bodies.py       kernel bodies in Triton
     bodies_*.py     more of them; bodies_hopper.py in Gluon, for Hopper GPUs, with the same bits
     reference.py    the definition of a launcher's result: slow code in torch and float32
+    reference_*.py  more of it
 
     operation       what it does
     prefill         attention of prompt tokens; launch.py chooses launch_triton or launch_hopper
@@ -19,8 +20,7 @@ Each operation has a folder:
     elementwise     norm with residual, gated activation
     pages           copies of pages; launch_digest
     seats           state of running sequences on the device between steps
-    sampling        draws; its reference is llm_engine/sampler.py (llm_engine/sampler_triton.py has
-                    the same signature)
+    sampling        draws; rows.py has what launcher and reference take and give
 
 A reference has the signature of its launcher: the same parameters in the same order, of the same
 kinds and with the same defaults. It omits only parameters of the implementation: tiles, programs,

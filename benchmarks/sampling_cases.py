@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from attn_kernels.sampling.launch import RowParams, TokenSampler
+from attn_kernels.sampling.launch import TokenSampler
+from attn_kernels.sampling.rows import RowParams
 
 VOCAB_SIZE = 128_256
 BATCHES = (1, 32, 128, 256)

@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from attn_kernels.sampling.launch import Logprobs, TokenSampler
+from attn_kernels.sampling.launch import TokenSampler
+from attn_kernels.sampling.rows import Logprobs
 from attn_kernels.seats import bodies
 from attn_kernels.tiles import to_device
 from grammars.bits import TokenBits

@@ -24,7 +24,7 @@ from llm_engine.forward_batch import HostBatch, build_host_batch, send_batch
 from llm_engine.limits import MAX_RECORDED_TOKENS
 from llm_engine.model_config import ModelConfig
 from llm_engine.prompt_graphs import GraphedPrompts, SentPrompts
-from llm_engine.sampler_triton import ReadTokens, TritonSampler, read_later
+from llm_engine.sampler import ReadTokens, Sampler, read_later
 from llm_engine.sampling import SequenceSlice
 from llm_engine.slice_pass import drawn_after, draws_of, logits_of_draws
 from llm_engine.transformer import Decoder
@@ -57,7 +57,7 @@ class DeviceRunner:
         self._decode = decode
         self._prompts = prompts
         self._page_size = storage.layout.page_size
-        self._sampler = TritonSampler()
+        self._sampler = Sampler(TokenSampler)
 
     def warm_up(self, *, page_size: int, max_tokens: int) -> None:
         """Record decode steps and passes of prompt tokens; overwrites page 0."""

@@ -1,16 +1,15 @@
 """Runs a step while the host waits: all seats and slices in one pass, tokens known at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from kv_cache.torch_storage import TorchPageStorage
 from llm_engine.engine import ReadResult
 from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.host_seats import HostSeats
-from llm_engine.sampler import sample
-from llm_engine.sampling import Draw, Drawn, SampledToken, SequenceSlice
+from llm_engine.sampler import Sampler
+from llm_engine.sampling import Drawn, SequenceSlice
 from llm_engine.slice_pass import drawn_after, draws_of, run_slices
 from llm_engine.transformer import Decoder
 
@@ -20,15 +19,10 @@ class HostRunner:
 
     max_launched = 1
 
-    def __init__(
-        self,
-        storage: TorchPageStorage,
-        decoder: Decoder,
-        draw_tokens: Callable[[Tensor, Sequence[Draw]], list[SampledToken | None]] = sample,
-    ) -> None:
+    def __init__(self, storage: TorchPageStorage, decoder: Decoder) -> None:
         self._storage = storage
         self._decoder = decoder
-        self._draw_tokens = draw_tokens
+        self._sampler = Sampler()
         self._seats = HostSeats()
 
     def warm_up(self, *, page_size: int, max_tokens: int) -> None:
@@ -46,8 +40,8 @@ class HostRunner:
 
     def _run(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
         logits_RV = run_slices(self._storage, self._decoder, slices)
-        tokens = [] if logits_RV is None else self._draw_tokens(logits_RV, draws_of(slices))
+        read = list if logits_RV is None else self._sampler.launch(logits_RV, draws_of(slices))
         if self._storage.device.type == "cuda":
-            # The drawn tokens alone do not prove that the pages are final.
+            # Then the tokens are on the host, and the pages are final.
             torch.cuda.current_stream(self._storage.device).synchronize()
-        return drawn_after(slices, tokens)
+        return drawn_after(slices, read())

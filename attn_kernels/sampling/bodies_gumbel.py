@@ -1,7 +1,7 @@
 """Device functions of a draw: random bits of (seed, position, token id), and the Gumbel-max of a
 tile.
 
-The bits are those of `llm_engine.gumbel`, where the recipe is described: v is the upper 52 bits as
+The bits are those of reference_gumbel.py, where the recipe is described: v is the upper 52 bits as
 a fraction, E = -log(1 - v) an exponential variable, the noise -log(E). A score, logit plus noise,
 is a float64, but hardly any is computed. As E >= v, a score is at most logit - log(v), so that a
 token can only win if v * exp(-logit) <= exp(-best score so far): no logarithm, and few tokens pass.
@@ -39,7 +39,7 @@ def random_bits(base, tokens):
 
 @triton.jit
 def gumbel_noise(bits):
-    """Gumbel noise in float64, as `llm_engine.gumbel` has it up to rounding."""
+    """Gumbel noise in float64, as reference_gumbel.py has it up to rounding."""
     value = ((bits >> 12).to(tl.float64) + 0.5) * 2.0**-52
     # log1p(-value): what 1 - value rounds away is given back by the second factor.
     rest = 1.0 - value

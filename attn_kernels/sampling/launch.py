@@ -1,9 +1,8 @@
 """Sampling without sorting: one token per row of logits, without waiting for the host.
 
-What is drawn is what `llm_engine.sampler` defines: per row, each only where asked for, edits
-(penalties and bans), temperature, top-k, top-p over the rest renormalized, min-p relative to the
-most probable, then Gumbel-max with noise of (seed, position, token id). A mask, which that does not
-know, comes after edits: what it does not allow has a logit of -inf.
+What is drawn is what reference.py defines: per row, each only where asked for, edits (penalties and
+bans), a mask, temperature, top-k, top-p over the rest renormalized, min-p relative to the most
+probable, then Gumbel-max with noise of (seed, position, token id).
 
 Ties. A filter gives a threshold on the scaled logit, (logit - largest) / temperature in float32.
 All tokens that tie with the k-th largest are kept, but the mass that top-p shares out is that of
@@ -47,6 +46,7 @@ from attn_kernels.sampling.bodies_bins import (
 )
 from attn_kernels.sampling.bodies_edits import edit_logits_kernel
 from attn_kernels.sampling.bodies_logprobs import logprobs_kernel
+from attn_kernels.sampling.rows import LogitEdits, Logprobs, RowParams
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_VOCAB_SIZE = 1 << 20  # times the largest mass, 2**40, is far from the end of int64
@@ -67,45 +67,6 @@ class SamplingShape:
     max_gathered: int = 1024  # groups that one program reads again
     num_bins: int = 2048
     num_warps: int = 8  # of programs that have a row for themselves
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowParams:
-    """How each row is sampled; tensors of [num_rows] on the device of the logits.
-
-    Values are not checked, because that would wait for the device: what is out of range draws some
-    token of the row.
-    """
-
-    temperature: Tensor  # float64 >= 0; 0 is greedy and ignores the filters
-    top_k: Tensor  # int64; 0, or the vocabulary's size and more, is off
-    top_p: Tensor  # float64 in (0, 1]; 1 is off
-    min_p: Tensor  # float64 in [0, 1]; 0 is off
-    seeds: Tensor  # int64, as its 64 bits
-    positions: Tensor  # int64, number of tokens before the drawn one
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogitEdits:
-    """Logits to change before anything else, one entry per (row, token), none twice.
-
-    A logit is divided by `repetition` if positive, else multiplied by it; then `subtract` is
-    subtracted: penalties, or inf to ban the token. Tensors of [num_entries].
-    """
-
-    rows: Tensor  # int32; -1 fills up a buffer that a CUDA graph has fixed
-    tokens: Tensor  # int32
-    repetition: Tensor  # float32
-    subtract: Tensor  # float32
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Logprobs:
-    """Natural logarithms of probabilities of the logits as they are, without any edit or filter."""
-
-    chosen: Tensor  # [num_rows], float32; NaN for a row without token
-    top: Tensor  # [num_rows, num_top], float32, falling
-    top_tokens: Tensor  # [num_rows, num_top], int32; of equal ones the lowest id first; -1: none
 
 
 class TokenSampler:

@@ -17,7 +17,8 @@ from torch import Tensor
 from attn_kernels.chain import chained
 from attn_kernels.checks import check_at_least_one, check_tensor
 from attn_kernels.errors import CapacityError
-from attn_kernels.sampling.launch import LOGIT_DTYPES, RowParams
+from attn_kernels.sampling.launch import LOGIT_DTYPES
+from attn_kernels.sampling.rows import RowParams
 from attn_kernels.seats.bodies import (
     NUM_FIELDS,
     edit_seats_kernel,

@@ -7,16 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_kernels.sampling.launch import (
-    LogitEdits,
-    Logprobs,
-    RowParams,
-    SamplingShape,
-    TokenSampler,
-)
-from llm_engine.gumbel import draw_base, gumbel_noise
-from llm_engine.sampler import sample
-from llm_engine.sampling import Draw, SamplingParams
+from attn_kernels.sampling import reference
+from attn_kernels.sampling.launch import SamplingShape, TokenSampler
+from attn_kernels.sampling.reference_gumbel import draw_bases, gumbel_noise
+from attn_kernels.sampling.rows import RowParams
 
 # In small vocabularies, each path of a row is taken only with small sizes.
 TINY = SamplingShape(
@@ -71,74 +65,12 @@ def draw(
 
 
 def draw_with_torch(logits: Tensor, rows: list[Row]) -> list[int]:
-    """Draw as the engine's torch sampler does, the definition of what the kernels must draw."""
-    draws = [
-        Draw(
-            params=SamplingParams(
-                temperature=row.temperature, top_k=row.top_k, top_p=row.top_p, min_p=row.min_p
-            ),
-            seed=row.seed % 2**64,
-            position=row.position,
-            prompt_token_ids=(),
-            output_token_ids=(),
-        )
-        for row in rows
-    ]
-    return [each.token_id for each in sample(logits, draws)]
-
-
-class TorchSampler:
-    """What `TokenSampler` draws, by the engine's torch sampler, which neither masks nor marks."""
-
-    def __init__(self, *, vocab_size: int, max_rows: int, device: torch.device | str) -> None:
-        self._vocab_size = vocab_size
-
-    def sample(
-        self,
-        logits: Tensor,
-        params: RowParams,
-        *,
-        mask: Tensor | None = None,
-        edits: LogitEdits | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        logits = logits.float().clone()
-        if edits is not None:
-            is_entry = edits.rows >= 0
-            index = edits.rows[is_entry], edits.tokens[is_entry]
-            values, repetition = logits[index], edits.repetition[is_entry]
-            repeated = torch.where(values > 0, values / repetition, values * repetition)
-            logits[index] = repeated - edits.subtract[is_entry]
-        if mask is not None:
-            bits = mask.unsqueeze(-1) >> torch.arange(32, device=mask.device) & 1
-            logits[bits.flatten(1)[:, : self._vocab_size] == 0] = -torch.inf
-        is_valid = logits.amax(-1).isfinite()
-        logits[~is_valid] = 0.0
-        columns = (
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            params.seeds,
-            params.positions,
-        )
-        rows = [Row(*row) for row in zip(*(each.tolist() for each in columns), strict=True)]
-        tokens = torch.tensor(draw_with_torch(logits, rows), dtype=torch.int32).to(logits.device)
-        tokens[~is_valid] = -1
-        return tokens if out is None else out.copy_(tokens)
-
-    def logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
-        every = logits.double().log_softmax(-1).float()
-        order = logits.float().sort(dim=-1, descending=True, stable=True).indices
-        top_tokens = torch.full((len(logits), num_top), -1, dtype=torch.int32, device=logits.device)
-        top = torch.full_like(top_tokens, -torch.inf, dtype=torch.float32)
-        count = min(num_top, self._vocab_size)
-        top_tokens[:, :count] = order[:, :count]
-        top[:, :count] = every.gather(1, order[:, :count])
-        chosen = every.gather(1, tokens.clamp(min=0).long()[:, None])[:, 0]
-        return Logprobs(
-            chosen=chosen.masked_fill(tokens < 0, torch.nan), top=top, top_tokens=top_tokens
-        )
+    """Draw as the reference does, which defines what the kernels must draw."""
+    sampler = reference.TokenSampler(
+        vocab_size=logits.shape[1], max_rows=len(rows), device=logits.device
+    )
+    tokens: list[int] = sampler.sample(logits, row_params(rows, str(logits.device))).tolist()
+    return tokens
 
 
 def kept_tokens(logits: Tensor, row: Row) -> set[int]:
@@ -162,11 +94,11 @@ def rows_of_each_token(logits: Tensor, row: Row, num_positions: int = 4096) -> l
 
     Of these, a filter that keeps a token too many or too few is sure to change one.
     """
-    bases = torch.tensor([draw_base(row.seed, position) for position in range(num_positions)])
-    noise = gumbel_noise(bases, len(logits))
+    positions = torch.arange(num_positions)
+    noise = gumbel_noise(draw_bases(torch.full_like(positions, row.seed), positions), len(logits))
     drawn = (logits.double().cpu() / row.temperature + noise).argmax(1).tolist()
-    positions = {token: position for position, token in enumerate(drawn)}
-    return [replace(row, position=position) for position in positions.values()]
+    position_of = {token: position for position, token in enumerate(drawn)}
+    return [replace(row, position=position) for position in position_of.values()]
 
 
 def random_rows(count: int, vocab_size: int, seed: int) -> list[Row]:

@@ -19,7 +19,8 @@ from attn_kernels.errors import KernelInputError, PageTableError, ScaleError, Sh
 from attn_kernels.pages.launch import copy_pages, gather_pages, scatter_pages
 from attn_kernels.pages.launch_digest import digest_pages
 from attn_kernels.prefill.launch import PrefillAttention
-from attn_kernels.sampling.launch import LogitEdits, RowParams, TokenSampler
+from attn_kernels.sampling.launch import TokenSampler
+from attn_kernels.sampling.rows import LogitEdits, RowParams
 
 NUM_PAGES, PAGE_SIZE = 4, 16
 PAGES = torch.zeros(NUM_PAGES, 2, 2, 2, PAGE_SIZE, 64)

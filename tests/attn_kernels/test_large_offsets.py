@@ -24,7 +24,8 @@ from attn_kernels.linear.launch import linear
 from attn_kernels.linear.launch_triton import MANY
 from attn_kernels.merge.launch import merge_states
 from attn_kernels.pages.launch import gather_pages, scatter_pages
-from attn_kernels.sampling.launch import LogitEdits, TokenSampler
+from attn_kernels.sampling.launch import TokenSampler
+from attn_kernels.sampling.rows import LogitEdits
 from tests.attn_kernels.paged_case import PagedCase, assert_close, make_case, quantized, shared_case
 from tests.attn_kernels.sampling_case import TINY, Row, draw, row_params
 from tests.attn_kernels.shared_tables import grow

@@ -6,7 +6,7 @@ from dataclasses import astuple
 from functools import partial
 from importlib import import_module
 from operator import attrgetter
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,14 +25,11 @@ from attn_kernels.pages.launch import copy_between, copy_pages, gather_pages, sc
 from attn_kernels.pages.launch_digest import digest_pages
 from attn_kernels.prefill import reference as prefill_reference
 from attn_kernels.prefill.launch import PrefillAttention
-from attn_kernels.sampling.launch import LogitEdits, TokenSampler
+from attn_kernels.sampling import reference as sampling_reference
+from attn_kernels.sampling.launch import TokenSampler
+from attn_kernels.sampling.rows import LogitEdits
 from tests.attn_kernels.paged_case import PagedCase, make_case, shared_case
-from tests.attn_kernels.sampling_case import (
-    TorchSampler,
-    logits_of_kind,
-    random_rows,
-    row_params,
-)
+from tests.attn_kernels.sampling_case import logits_of_kind, random_rows, row_params
 from tests.attn_kernels.shared_tables import grow
 from tests.attn_kernels.small_tiles import CASCADE, DECODE, PREFILL
 from tests.attn_kernels.tolerance import assert_within_twice
@@ -53,8 +50,12 @@ METHODS = [
     getattr(kind, name)
     for kind in (PrefillAttention, DecodeAttention, CascadeAttention)
     for name in ("__init__", "plan", "run")
-] + [CascadeAttention.plan_next_step]
-SAMPLING = [TokenSampler.__init__, TokenSampler.sample, TokenSampler.logprobs]
+] + [
+    CascadeAttention.plan_next_step,
+    TokenSampler.__init__,
+    TokenSampler.sample,
+    TokenSampler.logprobs,
+]
 # What says how a kernel computes, and not what
 HOW = {
     "tile",
@@ -79,16 +80,11 @@ def reference_of(launcher: Callable[..., object]) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "twins"),
-    [(each, reference_of(each)) for each in (*FUNCTIONS, *METHODS)]
-    + [(each, SimpleNamespace(TokenSampler=TorchSampler)) for each in SAMPLING],
-    ids=lambda each: getattr(each, "__qualname__", ""),
+    "launcher", [*FUNCTIONS, *METHODS], ids=lambda each: getattr(each, "__qualname__", "")
 )
-def test_a_reference_has_the_parameters_of_its_launcher(
-    launcher: Callable[..., object], twins: object
-):
+def test_a_reference_has_the_parameters_of_its_launcher(launcher: Callable[..., object]):
     parameters = inspect.signature(launcher).parameters.values()
-    twin = attrgetter(launcher.__qualname__)(twins)
+    twin = attrgetter(launcher.__qualname__)(reference_of(launcher))
 
     assert list(inspect.signature(twin).parameters.values()) == [
         each for each in parameters if each.name not in HOW
@@ -188,7 +184,7 @@ def test_sampling(device: str):
         tokens = sampler.sample(logits, params, mask=mask.to(device), edits=edits, out=out)
         return tokens, *astuple(sampler.logprobs(logits[4:], tokens[4:], 9))
 
-    actual, expected = run(TokenSampler), run(TorchSampler)
+    actual, expected = run(TokenSampler), run(sampling_reference.TokenSampler)
 
     torch.testing.assert_close(actual, expected)
     assert (actual[0] >= 0).tolist() == [row != 3 for row in range(12)]

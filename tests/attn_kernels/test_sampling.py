@@ -7,8 +7,9 @@ import triton.language as tl
 
 from attn_kernels.errors import CapacityError, DeviceError, DtypeError, ShapeError, StrideError
 from attn_kernels.sampling import bodies_gumbel as kernels
-from attn_kernels.sampling.launch import LogitEdits, SamplingShape, TokenSampler
-from llm_engine.gumbel import draw_base, gumbel_noise, random_bits
+from attn_kernels.sampling.launch import SamplingShape, TokenSampler
+from attn_kernels.sampling.reference_gumbel import draw_bases, gumbel_noise, random_bits
+from attn_kernels.sampling.rows import LogitEdits
 from tests.attn_kernels.sampling_case import (
     KINDS,
     TINY,
@@ -36,7 +37,7 @@ def noise_kernel(bits_ptr, noise_ptr, seed_ptr, position_ptr, N: tl.constexpr):
 
 
 @pytest.mark.parametrize(("seed", "position"), [(0, 0), (7, 1), (-1, 131_071), (BIG_SEED, 5)])
-def test_bits_are_those_of_the_torch_sampler_and_noise_is_as_close_as_float64(
+def test_bits_are_those_of_the_reference_and_noise_is_as_close_as_float64(
     device: str, seed: int, position: int
 ):
     bits = torch.empty(1024, dtype=torch.int64, device=device)
@@ -45,14 +46,14 @@ def test_bits_are_those_of_the_torch_sampler_and_noise_is_as_close_as_float64(
 
     noise_kernel[(1,)](bits, noise, *keys, N=1024)
 
-    base = torch.tensor([draw_base(seed % 2**64, position)])
+    base = draw_bases(torch.tensor([seed]), torch.tensor([position]))
     assert torch.equal(bits.cpu(), random_bits(base, 1024)[0])
     torch.testing.assert_close(noise.cpu(), gumbel_noise(base, 1024)[0], rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("vocab_size", "shape"), [(157, TINY), (97, TINY), (2500, None)])
-def test_tokens_are_those_of_the_torch_sampler(
+def test_tokens_are_those_of_the_reference(
     device: str, kind: str, vocab_size: int, shape: SamplingShape | None
 ):
     rows = random_rows(14, vocab_size, seed=vocab_size + KINDS.index(kind))

@@ -1,4 +1,4 @@
-"""Sampling on a GPU in a served vocabulary: the torch sampler's tokens, frequencies, graphs."""
+"""Sampling on a GPU in a served vocabulary: the tokens of the reference, frequencies, graphs."""
 
 import pytest
 import torch
@@ -29,9 +29,7 @@ def sampler() -> TokenSampler:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_tokens_are_those_of_the_torch_sampler(
-    sampler: TokenSampler, kind: str, dtype: torch.dtype
-):
+def test_tokens_are_those_of_the_reference(sampler: TokenSampler, kind: str, dtype: torch.dtype):
     rows = random_rows(64, VOCAB_SIZE, seed=7)
     logits = logits_of_kind(kind, len(rows), VOCAB_SIZE).to("cuda", dtype)
     params = row_params(rows, "cuda")

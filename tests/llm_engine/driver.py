@@ -1,7 +1,7 @@
 """Runs an engine over whole requests, as a worker would: the smallest possible scheduler."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_kernels.sampling import reference
 from grammars.bits import TokenBits
 from grammars.matcher import Grammar
 from kv_cache.layout import num_pages_for
@@ -18,10 +19,23 @@ from llm_engine.engine_api import EngineLike
 from llm_engine.engine_step import EngineStep, SeatPages, SeatStart
 from llm_engine.forward_batch import build_forward_batch
 from llm_engine.load_engine import load_engine
+from llm_engine.sampler import Sampler, TokenSampler
 from llm_engine.sampling import Draw, SampledToken, SamplingParams, SequenceSlice
 from tests.support.checkpoints import write_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
+
+
+def sample(
+    logits: Tensor,
+    draws: Sequence[Draw],
+    kind: Callable[..., TokenSampler] = reference.TokenSampler,
+) -> list[SampledToken | None]:
+    """Draw one token per row, and wait for it."""
+    read = Sampler(kind).launch(logits, draws)
+    if logits.is_cuda:
+        torch.cuda.synchronize()
+    return read()
 
 
 @dataclass(kw_only=True)

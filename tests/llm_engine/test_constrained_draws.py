@@ -1,7 +1,6 @@
 """Under a constraint an engine draws what it would if all other logits were -inf, on each path."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attn_kernels.sampling import launch, reference
 from grammars.bits import TokenBits, token_ids
 from grammars.constraint import Constraint
 from grammars.matcher import Grammar, Vocabulary
@@ -18,10 +18,8 @@ from grammars.vocabulary import ModelTokens
 from llm_engine import operations_triton  # noqa: F401  # else it stays interpreted
 from llm_engine.engine import Engine
 from llm_engine.load_engine import load_engine
-from llm_engine.sampler import sample
-from llm_engine.sampler_triton import TritonSampler
 from llm_engine.sampling import Draw, SamplingParams
-from tests.llm_engine.driver import DrivenSequence, recording, run
+from tests.llm_engine.driver import DrivenSequence, recording, run, sample
 from tests.llm_engine.launch_recorder import LaunchRecorder
 from tests.support.checkpoints import reference_logits, write_checkpoint
 from tests.support.grammar_cases import (
@@ -74,20 +72,6 @@ def bits_of(tokens: set[int], vocab_size: int) -> TokenBits:
     return np.packbits(flags, bitorder="little").view(np.int32)
 
 
-def draw_sampler(kind: str) -> Callable[[torch.Tensor, list[Draw]], Any]:
-    if kind == "host":
-        return sample
-    sampler = TritonSampler()
-
-    def draw(logits: torch.Tensor, draws: list[Draw]) -> Any:
-        read = sampler.launch(logits, draws)
-        if logits.is_cuda:
-            torch.cuda.synchronize()
-        return read()
-
-    return draw
-
-
 def masked_cases(vocab_size: int) -> tuple[torch.Tensor, list[Draw], list[set[int]]]:
     source, rng = torch.Generator().manual_seed(3), random.Random(3)
     kinds = [
@@ -117,13 +101,13 @@ def masked_cases(vocab_size: int) -> tuple[torch.Tensor, list[Draw], list[set[in
     return 3 * torch.randn(len(draws), vocab_size, generator=source), draws, sets
 
 
-@pytest.mark.parametrize("kind", ["host", "triton"])
+@pytest.mark.parametrize("sampling", [reference, launch], ids=["reference", "kernels"])
 def test_masked_rows_draw_as_rows_of_which_nothing_else_is_there(
-    kind: str, device: torch.device
+    sampling: Any, device: torch.device
 ) -> None:
     logits, draws, sets = masked_cases(VOCAB_SIZE + 3)
 
-    found = draw_sampler(kind)(logits.to(device), draws)
+    found = sample(logits.to(device), draws, sampling.TokenSampler)
 
     for row, (draw, allowed, token) in enumerate(zip(draws, sets, found, strict=True)):
         assert token is not None

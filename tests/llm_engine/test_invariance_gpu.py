@@ -2,9 +2,10 @@
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from attn_kernels.cascade.launch import CascadeAttention
 from attn_kernels.cascade.plan import CascadeEstimate
 from attn_kernels.decode.bodies import paged_decode_kernel
 from attn_kernels.decode.bodies_hopper import paged_decode_hopper_kernel
+from attn_kernels.sampling import launch, reference
 from kv_cache.layout import num_pages_for
-from llm_engine import sampler
 from llm_engine.decode_graphs import NUM_ROWS, Draws, Kind
 from llm_engine.decode_triton import few_rows
 from llm_engine.device_runner import DeviceRunner
@@ -25,9 +26,8 @@ from llm_engine.engine import Engine
 from llm_engine.engine_step import EngineStep
 from llm_engine.host_runner import HostRunner
 from llm_engine.load_engine import load_engine
-from llm_engine.sampler_triton import TritonSampler
-from llm_engine.sampling import Draw, SampledToken, SamplingParams
-from tests.llm_engine.driver import DrivenSequence, computed_kv, make_sequences, run
+from llm_engine.sampling import Draw, SamplingParams
+from tests.llm_engine.driver import DrivenSequence, computed_kv, make_sequences, run, sample
 from tests.support.checkpoints import write_checkpoint
 
 pytestmark = [
@@ -249,17 +249,10 @@ def test_the_bits_differ_where_drawn_tokens_are_taken_for_prompt(engine: Engine)
     assert not same[:, :, :, 300:].all(), "then there is no need to tell them apart"
 
 
-def draw_with_triton(logits: Tensor, draws: Sequence[Draw]) -> list[SampledToken | None]:
-    read = TritonSampler().launch(logits, draws)
-    torch.cuda.synchronize()
-    return read()
-
-
 @pytest.mark.parametrize("vocab_size", [50_257, 128_256])
-@pytest.mark.parametrize("sample", [sampler.sample, draw_with_triton], ids=["torch", "triton"])
-def test_a_draw_does_not_depend_on_the_other_rows(
-    sample: Callable[..., list[SampledToken]], vocab_size: int
-) -> None:
+@pytest.mark.parametrize("sampling", [reference, launch], ids=["reference", "kernels"])
+def test_a_draw_does_not_depend_on_the_other_rows(sampling: Any, vocab_size: int) -> None:
+    kind = sampling.TokenSampler
     generator = torch.Generator("cuda").manual_seed(0)
     logits = 3 * torch.randn(64, vocab_size, generator=generator, device="cuda")
     logits = logits.to(torch.bfloat16)
@@ -275,11 +268,11 @@ def test_a_draw_does_not_depend_on_the_other_rows(
         for row in range(len(logits))
     ]
 
-    together = sample(logits, draws)
-    alone = [sample(logits[row : row + 1], [draw])[0] for row, draw in enumerate(draws)]
+    together = sample(logits, draws, kind)
+    alone = [sample(logits[row : row + 1], [draw], kind)[0] for row, draw in enumerate(draws)]
 
     assert [each.token_id for each in alone] == [each.token_id for each in together]
-    assert sample(logits[5:40], draws[5:40])[0].token_id == together[5].token_id
+    assert sample(logits[5:40], draws[5:40], kind)[0].token_id == together[5].token_id
     for mine, other in zip(alone, together, strict=True):
         # A row is summed by the alignment of its first byte: the last bit of a float32.
         assert mine.logprob == pytest.approx(other.logprob, rel=1e-6)
@@ -343,7 +336,7 @@ def test_recorded_steps_have_the_bits_of_passes_launched_kernel_by_kernel(
         engine.config,
         engine.storage,
         engine.decoder,
-        HostRunner(engine.storage, engine.decoder, sampler.sample),
+        HostRunner(engine.storage, engine.decoder),
     )
     generator = torch.Generator("cuda").manual_seed(3)
     engine.storage.pages.normal_(generator=generator)

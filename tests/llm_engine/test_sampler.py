@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from llm_engine import sampler
-from llm_engine.gumbel import random_bits
-from llm_engine.sampler import filter_logits, sample
-from llm_engine.sampler_triton import TritonSampler
+from attn_kernels.sampling import launch, reference
+from attn_kernels.sampling.reference import filter_logits
+from attn_kernels.sampling.reference_gumbel import random_bits
+from llm_engine.sampler import upload_edits
 from llm_engine.sampling import Draw, SampledToken, SamplingParams
+from tests.llm_engine.driver import sample
 from tests.support.triton_interpreter import interpreted
 
 VOCAB_SIZE = 50
@@ -172,7 +173,7 @@ def test_a_draw_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) ->
 
     together = sample(logits, draws)
     shuffled = sample(logits[order], [draws[row] for row in order])
-    monkeypatch.setattr(sampler, "CHUNK_ELEMENTS", 7 * VOCAB_SIZE)
+    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 7 * VOCAB_SIZE)
     chunked = sample(logits, draws)
     alone = [sample(logits[row : row + 1], [draws[row]])[0] for row in range(60)]
 
@@ -212,6 +213,12 @@ def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
     assert tiny == greedy
 
 
+def edited_logits(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
+    edits = upload_edits([draw], logits.device)
+    assert edits is not None
+    return reference.edit_logits(logits, edits)
+
+
 def test_penalties_edit_logits_as_documented() -> None:
     logits = torch.tensor([[2.0, -2.0, 2.0, 1.0, 0.5]])
     draw = make_draw(
@@ -222,7 +229,7 @@ def test_penalties_edit_logits_as_documented() -> None:
         output_token_ids=(1, 2, 2),
     )
 
-    edited = sampler._edit(logits, [draw])
+    edited = edited_logits(logits, draw)
 
     # Token 0 is only in the prompt; 1 in both, 2 twice in the output, 3 and 4 nowhere.
     assert edited[0].tolist() == [1.0, -4.0 - 0.75, 1.0 - 1.25, 1.0, 0.5]
@@ -242,7 +249,7 @@ def test_repetition_penalty_equals_that_of_transformers() -> None:
 
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([tokens]), logits.clone())
 
-    assert torch.equal(sampler._edit(logits, [draw]), expected)
+    assert torch.equal(edited_logits(logits, draw), expected)
 
 
 def test_logprobs_are_of_the_unmodified_distribution() -> None:
@@ -291,7 +298,7 @@ def test_nothing_is_drawn_from_invalid_logits_and_other_rows_keep_their_tokens(
     logits[1, 7] = bad
 
     with interpreted():
-        assert TritonSampler().launch(logits, draws)()[1] is None
+        assert sample(logits, draws, launch.TokenSampler)[1] is None
     assert sample(logits, draws) == [first, None, last]
 
 
@@ -330,15 +337,14 @@ def assert_same_tokens(found: list[SampledToken], expected: list[SampledToken]) 
         )
 
 
-def test_the_triton_sampler_draws_the_same_tokens() -> None:
+def test_the_kernels_draw_the_same_tokens() -> None:
     logits = make_logits(40, seed=12, vocab_size=300)
     before = logits.clone()
     draws = mixed_draws(40, 300)
-    sampler = TritonSampler()
 
     with interpreted():
-        found = sampler.launch(logits, draws)()
-        half = sampler.launch(logits.bfloat16(), draws)()
+        found = sample(logits, draws, launch.TokenSampler)
+        half = sample(logits.bfloat16(), draws, launch.TokenSampler)
 
     assert_same_tokens(found, sample(logits, draws))
     expected = sample(logits.bfloat16(), draws)
@@ -354,6 +360,4 @@ def test_cuda_draws_the_same_tokens_as_the_cpu() -> None:
 
     assert torch.equal(random_bits(bases, 999), random_bits(bases.cuda(), 999).cpu())
     assert_same_tokens(sample(logits.cuda(), draws), sample(logits, draws))
-    read = TritonSampler().launch(logits.cuda(), draws)
-    torch.cuda.synchronize()
-    assert_same_tokens(read(), sample(logits, draws))
+    assert_same_tokens(sample(logits.cuda(), draws, launch.TokenSampler), sample(logits, draws))

@@ -9,33 +9,31 @@ need no state and no order, so that a draw can be repeated anywhere.
 import torch
 from torch import Tensor
 
-_MASK = 0xFFFF_FFFF_FFFF_FFFF
-_GOLDEN = 0x9E37_79B9_7F4A_7C15
-_ODD = 0xD1B5_4A32_D192_ED03
-_MULTIPLIER_1 = 0xBF58_476D_1CE4_E5B9
-_MULTIPLIER_2 = 0x94D0_49BB_1331_11EB
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
 
 
-def draw_base(seed: int, position: int) -> int:
-    """Return the signed 64-bit number that represents (seed, position)."""
-    return _signed(_mix(_mix((seed + _GOLDEN) & _MASK) ^ (position * _ODD & _MASK)))
+_GOLDEN = _signed(0x9E37_79B9_7F4A_7C15)
+_ODD = _signed(0xD1B5_4A32_D192_ED03)
+_MULTIPLIER_1 = _signed(0xBF58_476D_1CE4_E5B9)
+_MULTIPLIER_2 = _signed(0x94D0_49BB_1331_11EB)
+
+
+def draw_bases(seeds_R: Tensor, positions_R: Tensor) -> Tensor:
+    """Return the number, int64 [R], that represents each (seed, position), int64 as well."""
+    return _mix_(_mix_(seeds_R + _GOLDEN) ^ positions_R * _ODD)
 
 
 def random_bits(bases_R: Tensor, num_tokens: int) -> Tensor:
     """Return 64 random bits for each row and token id, int64 [R, num_tokens].
 
     Args:
-        bases_R: Results of draw_base, int64.
+        bases_R: Results of draw_bases.
         num_tokens: The vocabulary: token ids 0..num_tokens - 1.
     """
     ids = torch.arange(1, num_tokens + 1, dtype=torch.int64, device=bases_R.device)
-    bits = bases_R.unsqueeze(1) + ids * _signed(_GOLDEN)
-    bits ^= _shift_right(bits, 30)
-    bits *= _signed(_MULTIPLIER_1)
-    bits ^= _shift_right(bits, 27)
-    bits *= _signed(_MULTIPLIER_2)
-    bits ^= _shift_right(bits, 31)
-    return bits
+    return _mix_(bases_R.unsqueeze(1) + ids * _GOLDEN)
 
 
 def gumbel_noise(bases_R: Tensor, num_tokens: int) -> Tensor:
@@ -51,16 +49,16 @@ def gumbel_noise(bases_R: Tensor, num_tokens: int) -> Tensor:
     return noise.log1p_().neg_().log_().neg_()
 
 
+def _mix_(bits: Tensor) -> Tensor:
+    """Mix in place; int64 wraps around."""
+    bits ^= _shift_right(bits, 30)
+    bits *= _MULTIPLIER_1
+    bits ^= _shift_right(bits, 27)
+    bits *= _MULTIPLIER_2
+    bits ^= _shift_right(bits, 31)
+    return bits
+
+
 def _shift_right(bits: Tensor, count: int) -> Tensor:
     """Shift zeros in from the left: torch's own shift of int64 repeats the sign."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
-
-
-def _mix(value: int) -> int:
-    value = ((value ^ (value >> 30)) * _MULTIPLIER_1) & _MASK
-    value = ((value ^ (value >> 27)) * _MULTIPLIER_2) & _MASK
-    return value ^ (value >> 31)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from llm_engine.gumbel import draw_base, gumbel_noise, random_bits
+from attn_kernels.sampling import reference_gumbel
+from attn_kernels.sampling.reference_gumbel import draw_bases, gumbel_noise, random_bits
 
 MASK = (1 << 64) - 1
 
@@ -31,9 +32,14 @@ def splitmix64_from(state: int, count: int) -> list[int]:
     return outputs
 
 
+def base_of(seed: int, position: int) -> torch.Tensor:
+    seeds = torch.from_numpy(np.array([seed], dtype=np.uint64).view(np.int64))
+    return draw_bases(seeds, torch.tensor([position]))
+
+
 def bits(seed: int, position: int, num_tokens: int) -> list[int]:
-    base = torch.tensor([draw_base(seed, position)])
-    return [value & MASK for value in random_bits(base, num_tokens)[0].tolist()]
+    values = random_bits(base_of(seed, position), num_tokens)[0].tolist()
+    return [value & MASK for value in values]
 
 
 @pytest.mark.parametrize("key", VECTORS)
@@ -45,11 +51,13 @@ def test_bits_are_frozen(key: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize(("seed", "position"), [(0, 0), (7, 1), (MASK, 100_000), (1 << 63, 3)])
 def test_bits_of_a_draw_are_the_splitmix64_sequence_of_its_base(seed: int, position: int) -> None:
-    assert bits(seed, position, 50) == splitmix64_from(draw_base(seed, position) & MASK, 50)
+    base = int(base_of(seed, position))
+
+    assert bits(seed, position, 50) == splitmix64_from(base & MASK, 50)
 
 
 def test_bits_do_not_depend_on_the_row_or_the_number_of_tokens() -> None:
-    bases = torch.tensor([draw_base(seed, 5) for seed in range(6)])
+    bases = draw_bases(torch.arange(6), torch.full((6,), 5))
 
     together = random_bits(bases, 100)
 
@@ -66,7 +74,9 @@ def test_seeds_positions_and_tokens_all_matter() -> None:
 
 
 def test_noise_is_finite_and_has_the_distribution_of_gumbel() -> None:
-    noise = gumbel_noise(torch.tensor([draw_base(seed, 9) for seed in range(40)]), 5000).flatten()
+    bases = draw_bases(torch.arange(40), torch.full((40,), 9))
+
+    noise = gumbel_noise(bases, 5000).flatten()
 
     count = len(noise)
     assert noise.isfinite().all()
@@ -80,6 +90,6 @@ def test_noise_is_finite_and_has_the_distribution_of_gumbel() -> None:
 
 def test_the_smallest_and_largest_bits_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     extremes = torch.tensor([[0, -1, 1 << 62, -(1 << 63)]])
-    monkeypatch.setattr("llm_engine.gumbel.random_bits", lambda bases, num_tokens: extremes)
+    monkeypatch.setattr(reference_gumbel, "random_bits", lambda bases, num_tokens: extremes)
 
     assert gumbel_noise(torch.zeros(1, dtype=torch.int64), 4).isfinite().all()
