@@ -110,6 +110,20 @@ def test_tables_are_those_of_the_results(name: str) -> None:
     assert tables.REGION.search(page)
 
 
+# Parts of another table, and where the files come from.
+WITHOUT_FIGURES = {"headline", "summary", "runs"}
+
+
+@pytest.mark.parametrize("name", tables.PAGES)
+def test_each_table_of_measurements_has_a_figure_below_it(name: str) -> None:
+    parts = re.split(r"<!-- table: ([\w-]+) -->", (ROOT / name).read_text(encoding="utf-8"))[1:]
+    below = dict(zip(parts[::2], parts[1::2], strict=True))
+
+    bare = {table for table, text in below.items() if "](figures/" not in text.split("\n## ")[0]}
+
+    assert bare <= WITHOUT_FIGURES
+
+
 def test_a_table_follows_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
     page = "<!-- table: engine-step -->\nold\n<!-- end of table -->\n"
     path = tables.RESULTS / "engine-step-llama-3-8b-h200.json"
