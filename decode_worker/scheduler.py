@@ -34,7 +34,7 @@ from decode_worker.request import (
     TokenDelta,
     group_by_tokens,
 )
-from decode_worker.step_plan import PageCopy, PromptChunk, StepPlan
+from decode_worker.step_plan import Chunk, PageCopy, StepPlan
 from kv_cache.errors import OutOfPages
 from kv_cache.layout import num_pages_for
 from kv_cache.page_pool import Quarantined
@@ -45,6 +45,7 @@ from llm_engine.sampling import SampledToken
 from worker.identity import ModelInfo, WorkerIdentity
 from worker.load import WorkerTotals
 from worker.parking import Parking
+from worker.prompt_chunk import next_chunk
 from worker.suspects import SuspectTurns
 
 HolderT = TypeVar("HolderT", Choice, PrefillGroup)
@@ -380,8 +381,7 @@ class Scheduler:
             copy.choice.num_in_flight += change
             copy.holder.num_in_flight += change
         for chunk in plan.chunks:
-            chunk.group.num_launched += change * chunk.num_tokens
-            chunk.group.num_in_flight += change
+            chunk.count_in_flight(change)
 
     def _num_pages_due(self) -> int:
         """Return an upper bound of the pages that choices need for the next step."""
@@ -604,17 +604,14 @@ class Scheduler:
                 self.totals.needed_bytes += len(pages.page_ids) * self._page_bytes
         return True
 
-    def _pick_chunks(self, computing: Sequence[PrefillGroup], budget: int) -> list[PromptChunk]:
+    def _pick_chunks(self, computing: Sequence[PrefillGroup], budget: int) -> list[Chunk]:
         chunks = []
         for group in computing:
-            start = group.num_computed + group.num_launched
-            num_tokens = min(budget, len(group.tokens) - start)
-            if num_tokens == 0 or group.is_ended:
-                continue  # a step in flight computes the last ones
-            if start + num_tokens == len(group.tokens) and group.awaits_masks:
+            chunk = next_chunk(group, budget)
+            if chunk is None or (chunk.is_last and group.awaits_masks):
                 continue
-            chunks.append(PromptChunk(group=group, start=start, num_tokens=num_tokens))
-            budget -= num_tokens
+            chunks.append(chunk)
+            budget -= chunk.num_tokens
         return chunks
 
     def _end_all(self, requests: Iterable[Request]) -> list[Request]:
@@ -623,19 +620,13 @@ class Scheduler:
             self.end(request)
         return ended
 
-    def _complete_chunk(
-        self, chunk: PromptChunk, tokens: tuple[SampledToken, ...]
-    ) -> list[TokenDelta]:
-        group = chunk.group
-        assert group.pages is not None
-        if group.num_computed != chunk.start:
-            assert group.is_ended, "a chunk is missing"
-            return []  # the previous step failed, so this one read meaningless values
-        group.num_computed += chunk.num_tokens
+    def _complete_chunk(self, chunk: Chunk, tokens: tuple[SampledToken, ...]) -> list[TokenDelta]:
+        group = chunk.prompt
+        if not chunk.commit(self._cache):
+            return []
         group.request.stats.decode_computed_tokens += chunk.num_tokens
         group.request.computed_from(chunk.start)
         self.totals.computed_tokens += chunk.num_tokens
-        self._cache.commit(group.pages, group.num_computed // self._page_size)
         if group.is_ended or not chunk.is_last:
             return []
         self._computing.remove(group)

@@ -2,24 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from decode_worker.request import Choice, PrefillGroup, Request
 from llm_engine.drawing import next_draw
 from llm_engine.engine_step import EngineStep, SeatPages, SeatStart
 from llm_engine.sampling import SequenceSlice
+from worker.prompt_chunk import PromptChunk, twin_copies
 
-
-@dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
-class PromptChunk:
-    """The next tokens of a group that is prefilled here."""
-
-    group: PrefillGroup
-    start: int  # index of the first of them in the group's tokens
-    num_tokens: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.start + self.num_tokens == len(self.group.tokens)
+Chunk: TypeAlias = PromptChunk[PrefillGroup]  # of a group that is prefilled here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +32,7 @@ class StepPlan:
     started: tuple[Choice, ...] = ()  # those of `decodes` that the engine does not know yet
     extended: tuple[SeatPages, ...] = ()
     decodes: tuple[Choice, ...] = ()  # one token each
-    chunks: tuple[PromptChunk, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
     receives: tuple[PrefillGroup, ...] = ()  # to ask a prefill worker for; needs no engine
     is_partial: bool = False  # some groups that may be admitted were not looked at
 
@@ -60,7 +51,7 @@ class StepPlan:
         """The request of each decode and chunk."""
         return [
             *(choice.request for choice in self.decodes),
-            *(chunk.group.request for chunk in self.chunks),
+            *(chunk.prompt.request for chunk in self.chunks),
         ]
 
     @property
@@ -92,7 +83,7 @@ class StepPlan:
         return StepPlan(
             copies=tuple(each for each in self.copies if each.choice.request in kept),
             decodes=tuple(choice for choice in self.decodes if choice.request in kept),
-            chunks=tuple(chunk for chunk in self.chunks if chunk.group.request in kept),
+            chunks=tuple(chunk for chunk in self.chunks if chunk.prompt.request in kept),
         )
 
     def engine_step(self, eos_token_ids: tuple[int, ...], *, is_again: bool) -> EngineStep:
@@ -101,13 +92,10 @@ class StepPlan:
         Args:
             is_again: A step failed before, so every seat starts afresh.
         """
-        prefilled = [chunk.group.pages for chunk in self.chunks]
+        forks = tuple((each.source, each.target) for each in self.copies)
         return EngineStep(
             ended=self.ended_seats,
-            copies=(
-                *((each.source, each.target) for each in self.copies),
-                *(copy for pages in prefilled if pages for copy in pages.twin_copies),
-            ),
+            copies=forks + twin_copies(self.chunks),
             started=tuple(
                 _seat_start(choice, eos_token_ids)
                 for choice in (self.decodes if is_again else self.started)
@@ -135,9 +123,8 @@ def _seat_start(choice: Choice, eos_token_ids: tuple[int, ...]) -> SeatStart:
     )
 
 
-def _chunk_slice(chunk: PromptChunk, eos_token_ids: tuple[int, ...]) -> SequenceSlice:
-    group = chunk.group
-    assert group.pages is not None
+def _chunk_slice(chunk: Chunk, eos_token_ids: tuple[int, ...]) -> SequenceSlice:
+    group = chunk.prompt
     request = group.request
     draws = tuple(
         next_draw(
@@ -150,10 +137,4 @@ def _chunk_slice(chunk: PromptChunk, eos_token_ids: tuple[int, ...]) -> Sequence
         )
         for choice in (group.choices if chunk.is_last else ())
     )
-    return SequenceSlice(
-        token_ids=group.tokens[chunk.start : chunk.start + chunk.num_tokens],
-        start=chunk.start,
-        page_ids=tuple(group.pages.page_ids),
-        num_prompt_tokens=len(request.prompt),
-        draws=draws,
-    )
+    return chunk.slice(num_prompt_tokens=len(request.prompt), draws=draws)

@@ -112,7 +112,7 @@ class DecodeWorker:
         for group in plan.receives:
             self._receivers.start(group)
         now = asyncio.get_running_loop().time()
-        for group in (*plan.receives, *(chunk.group for chunk in plan.chunks)):
+        for group in (*plan.receives, *(chunk.prompt for chunk in plan.chunks)):
             active = self._active.get(group.request)
             if active is not None and not active.is_begun:
                 active.is_begun = True

@@ -28,9 +28,10 @@ from prefill_worker.request import (
     PromptState,
     ReadyPages,
 )
-from prefill_worker.step_plan import PromptChunk, StepPlan
+from prefill_worker.step_plan import Chunk, StepPlan
 from worker.load import WorkerTotals
 from worker.parking import Parking
+from worker.prompt_chunk import next_chunk
 from worker.suspects import SuspectTurns
 
 ADMISSION_WINDOW = 16  # waiting prompts among which the next is chosen
@@ -148,13 +149,9 @@ class Scheduler:
             if tokens is None:
                 continue
             prompt = chunk.prompt
-            assert prompt.pages is not None
-            if prompt.num_computed != chunk.start:
-                assert prompt.is_ended, "a chunk is missing"
-                continue  # the previous step failed, so this one read meaningless values
-            prompt.num_computed += chunk.num_tokens
+            if not chunk.commit(self._cache):
+                continue
             self.totals.computed_tokens += chunk.num_tokens
-            self._cache.commit(prompt.pages, prompt.num_computed // self._page_size)
             if prompt.is_ended:
                 continue
             progress += self._hand_over(prompt)
@@ -193,10 +190,9 @@ class Scheduler:
     def _count_in_flight(self, plan: StepPlan, change: int) -> None:
         """Note that a step or a part of it was launched, 1, or is settled, -1."""
         for chunk in plan.chunks:
-            chunk.prompt.num_launched += change * chunk.num_tokens
-            chunk.prompt.num_in_flight += change
+            chunk.count_in_flight(change)
 
-    def _end_all(self, chunks: Iterable[PromptChunk]) -> list[Prompt]:
+    def _end_all(self, chunks: Iterable[Chunk]) -> list[Prompt]:
         ended = [chunk.prompt for chunk in chunks if not chunk.prompt.is_ended]
         for prompt in ended:
             self.end(prompt)
@@ -260,16 +256,14 @@ class Scheduler:
         self.totals.cached_tokens += prompt.num_cached
         return True
 
-    def _pick_chunks(self, computing: Sequence[Prompt]) -> list[PromptChunk]:
+    def _pick_chunks(self, computing: Sequence[Prompt]) -> list[Chunk]:
         budget = self._config.max_step_tokens
         chunks = []
         for prompt in computing:
-            start = prompt.num_computed + prompt.num_launched
-            num_tokens = min(budget, len(prompt.tokens) - start)
-            if num_tokens == 0 or prompt.is_ended:
-                continue  # a step in flight computes the last ones
-            chunks.append(PromptChunk(prompt=prompt, start=start, num_tokens=num_tokens))
-            budget -= num_tokens
+            chunk = next_chunk(prompt, budget)
+            if chunk is not None:
+                chunks.append(chunk)
+                budget -= chunk.num_tokens
         return chunks
 
     def _hand_over(self, prompt: Prompt) -> list[ReadyPages]:

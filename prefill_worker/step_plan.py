@@ -1,31 +1,22 @@
 """The plan of one engine step, made by the scheduler and executed by the step loop."""
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from llm_engine.drawing import next_draw
 from llm_engine.engine_step import EngineStep
 from llm_engine.sampling import SequenceSlice
 from prefill_worker.request import Prompt, ReadyPages
+from worker.prompt_chunk import PromptChunk, twin_copies
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptChunk:
-    """The next tokens of a prompt."""
-
-    prompt: Prompt
-    start: int  # index of the first of them in the prompt's tokens
-    num_tokens: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.start + self.num_tokens == len(self.prompt.tokens)
+Chunk: TypeAlias = PromptChunk[Prompt]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     """One step. `ready` needs no engine: its pages were already in the cache."""
 
-    chunks: tuple[PromptChunk, ...]
+    chunks: tuple[Chunk, ...]
     ready: tuple[ReadyPages, ...]
     is_partial: bool = False  # some admissible prompts were not examined
 
@@ -59,16 +50,14 @@ class StepPlan:
 
     def engine_step(self, eos_token_ids: tuple[int, ...], *, is_again: bool) -> EngineStep:
         """Return the engine's work, one slice per chunk."""
-        pages = [chunk.prompt.pages for chunk in self.chunks]
         return EngineStep(
-            copies=tuple(copy for each in pages if each for copy in each.twin_copies),
+            copies=twin_copies(self.chunks),
             slices=tuple(_slice(chunk, eos_token_ids) for chunk in self.chunks),
         )
 
 
-def _slice(chunk: PromptChunk, eos_token_ids: tuple[int, ...]) -> SequenceSlice:
+def _slice(chunk: Chunk, eos_token_ids: tuple[int, ...]) -> SequenceSlice:
     prompt = chunk.prompt
-    assert prompt.pages is not None
     prompt_token_ids = prompt.tokens[: prompt.prompt_len]
     output_token_ids = prompt.tokens[prompt.prompt_len :]
     draws = tuple(
@@ -82,10 +71,4 @@ def _slice(chunk: PromptChunk, eos_token_ids: tuple[int, ...]) -> SequenceSlice:
         )
         for choice in (prompt.choices if chunk.is_last else ())
     )
-    return SequenceSlice(
-        token_ids=prompt.tokens[chunk.start : chunk.start + chunk.num_tokens],
-        start=chunk.start,
-        page_ids=tuple(prompt.pages.page_ids),
-        num_prompt_tokens=prompt.prompt_len,
-        draws=draws,
-    )
+    return chunk.slice(num_prompt_tokens=prompt.prompt_len, draws=draws)

@@ -12,6 +12,7 @@ WorkerError              reported to the caller
 
 HostUnfit                a worker cannot run on the host where it was placed
 EngineLost               the engine no longer computes: the worker must end
+EngineHangs              a call of the engine has not returned in time
 EngineClosed             the executor was called after close()
 
 STATUS_CODES in worker/server.py maps them to status codes.

@@ -69,9 +69,9 @@ def pages_written_by(plan: StepPlan) -> set[int]:
         # Its step is counted already.
         written.add(choice.pages.page_ids[(choice.num_tokens + choice.num_unread - 2) // PAGE_SIZE])
     for chunk in plan.chunks:
-        assert chunk.group.pages is not None
+        assert chunk.prompt.pages is not None
         end = num_pages_for(chunk.start + chunk.num_tokens, PAGE_SIZE)
-        written.update(chunk.group.pages.page_ids[chunk.start // PAGE_SIZE : end])
+        written.update(chunk.prompt.pages.page_ids[chunk.start // PAGE_SIZE : end])
     return written
 
 
@@ -355,7 +355,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen["shared steps"] += bool(plan.decodes and plan.chunks)
         assert plan.num_tokens <= self.config.max_step_tokens, "over the token budget"
         choices: list[Choice] = [*plan.decodes]
-        choices += [choice for chunk in plan.chunks for choice in chunk.group.choices]
+        choices += [choice for chunk in plan.chunks for choice in chunk.prompt.choices]
         assert not any(choice.is_ended for choice in choices), "a step for an ended choice"
         for choice in plan.decodes:
             num_output = len(choice.output) + choice.num_unread

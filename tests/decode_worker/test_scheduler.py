@@ -17,7 +17,7 @@ from decode_worker.request import (
     group_by_tokens,
 )
 from decode_worker.scheduler import Scheduler, prefills_locally
-from decode_worker.step_plan import PromptChunk
+from decode_worker.step_plan import Chunk
 from kv_cache.errors import CacheError
 from kv_cache.prefix_cache import PrefixCache
 from llm_engine.sampling import SampledToken, SamplingParams
@@ -111,7 +111,7 @@ def test_candidates_are_asked_in_order_but_suspects_last_and_none_twice() -> Non
 
 
 class OverTheBudget(Scheduler):
-    def _pick_chunks(self, computing: Any, budget: int) -> list[PromptChunk]:
+    def _pick_chunks(self, computing: Any, budget: int) -> list[Chunk]:
         return super()._pick_chunks(computing, budget + 3)
 
 
@@ -205,7 +205,7 @@ class PlansBehindTheLength(Scheduler):
 
 
 class ComputesChunksTwice(Scheduler):
-    def _pick_chunks(self, computing: Any, budget: int) -> list[PromptChunk]:
+    def _pick_chunks(self, computing: Any, budget: int) -> list[Chunk]:
         for group in self._computing:
             group.num_launched = 0
         return super()._pick_chunks(computing, budget)

@@ -23,7 +23,7 @@ from llm_engine.sampling import SamplingParams
 from prefill_worker.config import PrefillConfig
 from prefill_worker.request import FinishedPrompt, Progress, Prompt, PromptState, ReadyPages
 from prefill_worker.scheduler import Runnable, Scheduler, pick_next
-from prefill_worker.step_plan import PromptChunk, StepPlan
+from prefill_worker.step_plan import Chunk, StepPlan
 from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens
 
 MODEL = FakeModel(vocab_size=50)
@@ -304,9 +304,9 @@ class ComputesPendingPages(Scheduler):
 
 
 class OverTheBudget(Scheduler):
-    def _pick_chunks(self, computing: Any) -> list[PromptChunk]:
+    def _pick_chunks(self, computing: Any) -> list[Chunk]:
         return [
-            PromptChunk(prompt=prompt, start=start, num_tokens=len(prompt.tokens) - start)
+            Chunk(prompt=prompt, start=start, num_tokens=len(prompt.tokens) - start)
             for prompt in computing
             if (start := prompt.num_computed + prompt.num_launched) < len(prompt.tokens)
         ]
@@ -342,7 +342,7 @@ class FreesPagesInFlight(Scheduler):
 
 
 class ComputesChunksTwice(Scheduler):
-    def _pick_chunks(self, computing: Any) -> list[PromptChunk]:
+    def _pick_chunks(self, computing: Any) -> list[Chunk]:
         for prompt in self._computing:
             prompt.num_launched = 0
         return super()._pick_chunks(computing)
