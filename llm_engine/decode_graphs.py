@@ -34,6 +34,7 @@ from llm_engine.decode_rows import DecodeRows
 from llm_engine.decode_triton import MIN_DECODE_ROWS, least_shared_len
 from llm_engine.device_batch import DeviceBatch
 from llm_engine.forward_batch import PassInputs
+from llm_engine.limits import MAX_LOGPROBS
 from llm_engine.prompt_graphs import NUM_TOKENS_BESIDE, GraphedPrompts, SentPrompts
 from llm_engine.recordings import Recordings, run_until_recorded
 from llm_engine.transformer import Decoder
@@ -41,7 +42,6 @@ from llm_engine.transformer import Decoder
 # Rows of a recording. With prompt tokens there are fewer sizes: each comes with several of those.
 NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 NUM_ROWS_BESIDE = (16, 32, 64, 128, 256)
-MAX_LOGPROBS = 20  # of the contract; each row gets as many if any row needs some
 REPLAN_STEPS = 64  # steps of one batch between two searches for shared prefixes
 
 

@@ -12,6 +12,7 @@ from google.protobuf.message_factory import GetMessageClass
 from cluster.config import MAX_MODEL_NAME_CHARS
 from grammars import constraint
 from kv_transfer.wire import MAX_REASON_CHARS as MAX_ABORT_CHARS
+from llm_engine import limits as engine_limits
 from pagewire.protos import common_pb2, controller_pb2, worker_pb2
 from pagewire.protos.common_pb2 import callers, most, most_each
 from pagewire.protos.gathering import MAX_MORE
@@ -201,6 +202,7 @@ def test_senders_and_clients_stay_within_the_limits() -> None:
         assert MOST[f"{name}.choices"] == MAX_CHOICES
     assert MOST["PrefillResult.logprobs"] == MAX_CHOICES
     assert MOST["PrefillResult.token_ids"] == 4 * MAX_CHOICES
+    assert engine_limits.MAX_LOGPROBS >= MAX_LOGPROBS
     assert MOST["TokenLogprobs.top_logprobs"] >= MAX_LOGPROBS
     assert MOST["TokenLogprobs.top_token_ids"] >= 4 * MAX_LOGPROBS
     assert MOST["SamplingParams.stop_token_ids"] == MAX_STOP_TOKENS
