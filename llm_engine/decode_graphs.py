@@ -55,7 +55,7 @@ class DrawnRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Draws:
+class DrawKind:
     """What becomes of the logits of a step."""
 
     edits_logits: bool
@@ -71,7 +71,7 @@ class Kind:
     num_prompt_tokens: int
     has_few_rows: bool  # for attention
     shares_prefixes: bool
-    draws: Draws
+    draws: DrawKind
 
 
 class GraphedDecode:
@@ -147,7 +147,7 @@ class GraphedDecode:
         if rows:
             bits = np.stack([allowed[seats[row]] for row in rows])
             batch.seats.set_masks(num_rows, rows, bits)
-        draws = Draws(
+        draws = DrawKind(
             edits_logits=batch.edits_logits(index),
             has_logprobs=bool((batch.num_logprobs[index] >= 0).any()),
             has_masks=bool(rows),
@@ -194,7 +194,7 @@ class GraphedDecode:
             return self._batch.seats.inputs[:, :num_rows]
         return self._inputs[:, : num_rows + prompts.size]
 
-    def _run(self, num_rows: int, prompts: SentPrompts | None, draws: Draws) -> DrawnRows:
+    def _run(self, num_rows: int, prompts: SentPrompts | None, draws: DrawKind) -> DrawnRows:
         def work() -> DrawnRows:
             return self._work(num_rows, prompts, draws)
 
@@ -213,7 +213,7 @@ class GraphedDecode:
         )
         return self._recordings.run(kind, work, num_rows=num_rows)
 
-    def _work(self, num_rows: int, prompts: SentPrompts | None, draws: Draws) -> DrawnRows:
+    def _work(self, num_rows: int, prompts: SentPrompts | None, draws: DrawKind) -> DrawnRows:
         seats = self._batch.seats
         params = seats.read(num_rows)
         inputs = self._inputs_of(num_rows, prompts)
@@ -239,7 +239,7 @@ class GraphedDecode:
             self._set_rows((0,))
             self._plan(np.arange(1), 1, None)
             for edits_logits, has_masks in product((False, True), repeat=2):
-                draws = Draws(edits_logits=edits_logits, has_logprobs=True, has_masks=has_masks)
+                draws = DrawKind(edits_logits=edits_logits, has_logprobs=True, has_masks=has_masks)
                 self._work(1, None, draws)
 
     def _record_rows(self, num_rows: int, kv_len: int, prompts: SentPrompts | None = None) -> None:

@@ -19,7 +19,7 @@ from attn_kernels.decode.bodies import paged_decode_kernel
 from attn_kernels.decode.bodies_hopper import paged_decode_hopper_kernel
 from attn_kernels.sampling import launch, reference
 from kv_cache.layout import num_pages_for
-from llm_engine.decode_graphs import NUM_ROWS, Draws, Kind
+from llm_engine.decode_graphs import NUM_ROWS, DrawKind, Kind
 from llm_engine.decode_triton import few_rows
 from llm_engine.device_runner import DeviceRunner
 from llm_engine.engine import Engine
@@ -372,7 +372,7 @@ def test_recorded_steps_have_the_bits_of_passes_launched_kernel_by_kernel(
                 has_few_rows=num_rows <= few_rows(group) or not has_cascade,
                 shares_prefixes=has_cascade and num_shared_pages > 0,
                 # The fourth has a penalty.
-                draws=Draws(edits_logits=num_rows > 3, has_logprobs=False, has_masks=False),
+                draws=DrawKind(edits_logits=num_rows > 3, has_logprobs=False, has_masks=False),
             )
             assert decode._recordings._repeats[kind] is not None
     finally:
