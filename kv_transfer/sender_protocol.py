@@ -129,6 +129,11 @@ class SenderState:
         return self.failure is not None or (self.has_last and not self.chunks)
 
     @property
+    def is_acked(self) -> bool:
+        """True when the receiver has all pages, even if the end of a send was not seen yet."""
+        return self.has_last and all(each.is_acked for each in self.chunks)
+
+    @property
     def is_quiescent(self) -> bool:
         """True when no send is posted, so that the transport reads no page."""
         return not (
@@ -186,7 +191,7 @@ def step(state: SenderState, event: SenderEvent) -> tuple[SenderState, Actions]:
             return _fail(state, FailureKind.ABORTED, f"the receiver aborted: {reason}")
         case Cancelled(reason=reason):
             return _fail(state, FailureKind.CANCELLED, reason)
-        case StreamLost(detail=detail):
+        case StreamLost(detail=detail) if not state.is_acked:  # else nobody has to hear more
             return _fail(state, FailureKind.BROKEN, detail)
         case ConnectionLost(detail=detail):
             return _break(state, FailureKind.BROKEN, detail)

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -632,6 +632,30 @@ def test_a_closed_stream_ends_the_attempt() -> None:
         assert isinstance(received, ConnectionBroken)
         assert isinstance(sent, ConnectionBroken)
         assert asyncio.get_running_loop().time() < 0.1
+
+    run(scenario)
+
+
+def test_a_receiver_that_leaves_with_all_pages_fails_no_sender_whose_send_ends_later() -> None:
+    async def scenario() -> None:
+        attempt = await ten_pages(Workers(network()), chunk_pages=10)
+        connection = attempt.sender._outgoing.connection
+        send = connection.send
+
+        async def seen_late(page_ids: Sequence[int], deadline: float) -> None:
+            await send(page_ids, deadline)
+            await asyncio.sleep(1.5 * DEADLINES.lost_s)
+
+        connection.send = seen_late  # type: ignore[method-assign]
+        running = asyncio.create_task(attempt.run())
+        await wait_until(lambda: attempt.sender.driver.state.is_acked)
+        attempt.sender.driver.stream_lost("the receiver has left")
+
+        _, sent, _ = await running
+
+        assert isinstance(sent, TransferStats)
+        assert attempt.acked == [(0, 10)]
+        assert not connection.is_broken
 
     run(scenario)
 
