@@ -139,8 +139,8 @@ class RadixTree:
         self._pages[page_id] = page
         return page
 
-    def remove(self, page: TreePage) -> None:
-        """Take out a page that has none below it."""
+    def remove(self, page: TreePage) -> RadixNode:
+        """Take out a page that has none below it; return the node in which its path ends now."""
         node = page.node
         assert node.run[-1] is page, "only the end of a run can be removed"
         assert not node.children, "only a leaf can be removed"
@@ -149,7 +149,7 @@ class RadixTree:
         while not node.run and not node.children and node.parent is not None:
             del node.parent.children[node.key]
             node = node.parent
-        self._enqueue(node)
+        return node
 
     def touch(self, page: TreePage) -> None:
         """Mark the prefix that ends with `page` as just used."""
@@ -187,7 +187,7 @@ class RadixTree:
                 self._enqueue(node)
             else:
                 evicted.append(node.run[-1])
-                self.remove(node.run[-1])  # which queues the next page of this path
+                self._enqueue(self.remove(node.run[-1]))  # its next page may go, too
         return evicted
 
     def check_integrity(self, is_evictable: Callable[[int], bool]) -> None:

@@ -158,6 +158,17 @@ def test_abort_without_quarantine_frees_at_once() -> None:
     cache.check_integrity()
 
 
+def test_sequences_that_are_aborted_leave_nothing_behind() -> None:
+    cache = build_cache()
+    cache.release(serve(cache, [1] * 5))
+    for n in range(2, 20):
+        cache.abort(cache.reserve([n] * 16, incoming=True), quarantine=False)
+
+    queued = [node.page_ids for queue in cache.tree._queues.values() for *_, node in queue]
+    assert queued == [[0]]
+    cache.check_integrity()
+
+
 def late_write_after_abort(cache: PrefixCache) -> bool:
     """Let a write of an aborted transfer land; returns whether it hit another sequence's page."""
     failed = cache.reserve([1] * 16, incoming=True)

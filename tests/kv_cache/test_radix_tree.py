@@ -326,10 +326,10 @@ def a_new_first_entry_is_not_noted(right: Right, self: RadixTree, salt: bytes) -
 
 
 def emptied_nodes_stay(patch: pytest.MonkeyPatch) -> None:
-    def remove(self: RadixTree, page: TreePage) -> None:
+    def remove(self: RadixTree, page: TreePage) -> RadixNode:
         page.node.run.pop()
         del self._pages[page.page_id]
-        self._enqueue(page.node)
+        return page.node
 
     patch.setattr(RadixTree, "remove", remove)
 
