@@ -155,8 +155,11 @@ class Scheduler:
         copies = self._join()
         decodes, is_short = self._extend_running()
         receives = tuple(self._admit()) if self._is_admission_due and not is_short else ()
+        max_tokens = self._config.max_step_tokens
+        # Not those that wait for a mask: a suspect's turn would pass with nothing computed.
+        ready = (each for each in self._computing if self._pick_chunks([each], max_tokens))
         takes_part = self._turns.next_pass(
-            [*(each.request for each in decodes), *(each.request for each in self._computing)]
+            [*(each.request for each in decodes), *(each.request for each in ready)]
         )
         # A copy for a choice that was preempted just now would overwrite its page's next owner.
         copies = [copy for copy in copies if copy.choice.pages is not None]
@@ -166,7 +169,7 @@ class Scheduler:
         else:  # copies get a separate step, so that a failure is blamed on no other request
             decodes, computing = [], []
         started, extended = self._seat(decodes)
-        chunk_tokens = self._config.max_step_tokens - len(decodes)
+        chunk_tokens = max_tokens - len(decodes)
         if decodes:
             chunk_tokens = min(chunk_tokens, self._chunk_budget.num_tokens)
         plan = StepPlan(

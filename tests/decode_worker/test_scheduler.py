@@ -18,6 +18,7 @@ from decode_worker.request import (
 )
 from decode_worker.scheduler import Scheduler, prefills_locally
 from decode_worker.step_plan import Chunk
+from grammars.constraint import Constraint, ConstraintKind
 from kv_cache.errors import CacheError
 from kv_cache.prefix_cache import PrefixCache
 from llm_engine.sampling import SampledToken, SamplingParams
@@ -260,7 +261,7 @@ def test_state_machine_finds_planted_bug(bug: type[Scheduler]) -> None:
         run_state_machine_as_test(machine, settings=HUNT)
 
 
-def scheduler_with(num_pages: int) -> Scheduler:
+def scheduler_with(num_pages: int, max_running_sequences: int = 64) -> Scheduler:
     """A scheduler that may compute four short prompts itself."""
     model = ModelInfo(
         name="m",
@@ -270,7 +271,7 @@ def scheduler_with(num_pages: int) -> Scheduler:
         eos_token_ids=(),
     )
     return Scheduler(
-        config=DecodeConfig(max_running_sequences=64, max_step_tokens=128),
+        config=DecodeConfig(max_running_sequences=max_running_sequences, max_step_tokens=128),
         cache=PrefixCache(num_pages=num_pages, page_size=4, fingerprint="f"),
         model=model,
         page_size=4,
@@ -370,3 +371,17 @@ def test_a_request_that_waits_for_a_prefix_is_not_looked_up_again_with_every_com
 
     assert len(matches) <= 2 * 20 + 1
     assert scheduler.num_waiting == 21
+
+
+def test_a_suspect_that_waits_for_its_mask_takes_no_turn_from_others() -> None:
+    scheduler = scheduler_with(num_pages=100)
+    other, suspect = prompt_request(1, 2, 3), prompt_request(4, 5, 6)
+    suspect.num_failed_passes = 1
+    constraint = Constraint(kind=ConstraintKind.REGEX, text="x+")
+    suspect.params = replace(suspect.params, constraint=constraint)
+    scheduler.submit(suspect)
+    scheduler.submit(other)
+
+    plan = scheduler.next_step()
+
+    assert [chunk.prompt.request for chunk in plan.chunks] == [other]
