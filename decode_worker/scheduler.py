@@ -669,6 +669,7 @@ class Scheduler:
         )
         if reason is not None:
             choice.is_ended = True
+            self._is_admission_due = True  # its place is free, even while pages still arrive
             if choice.num_in_flight:  # a later step writes after its last token
                 self._has_ended_choices = True
             elif choice.pages is not None:

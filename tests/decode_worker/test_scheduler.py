@@ -385,3 +385,19 @@ def test_a_suspect_that_waits_for_its_mask_takes_no_turn_from_others() -> None:
     plan = scheduler.next_step()
 
     assert [chunk.prompt.request for chunk in plan.chunks] == [other]
+
+
+def test_a_request_that_ended_with_its_first_token_leaves_its_place_before_its_last_page() -> None:
+    scheduler = scheduler_with(num_pages=1000, max_running_sequences=1)
+    first = prompt_request(*range(100))
+    first.params = replace(first.params, max_tokens=1)
+    scheduler.submit(first)
+    [group] = scheduler.next_step().receives
+    scheduler.submit(prompt_request(*range(500, 600)))
+    assert not scheduler.next_step().receives
+
+    scheduler.receive_result(
+        group, [SampledToken(token_id=7)], num_cached_tokens=0, num_computed_tokens=100
+    )
+
+    assert [each.tokens[0] for each in scheduler.next_step().receives] == [500]
