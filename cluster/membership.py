@@ -26,8 +26,8 @@ class Membership:
         # worker_id |-> start that ends for a restart, and seconds for its running requests
         self._restarting: dict[str, tuple[int, float]] = {}
         self._leaving: dict[str, float] = {}  # worker_id |-> seconds for its running requests
-        # worker_id |-> its last start, 0 if none was known; none is placed or heard of since.
-        self._gone: dict[str, int] = {}
+        # worker_id |-> its starts, as far as they were known; none is placed or heard of since.
+        self._gone: dict[str, frozenset[int]] = {}
 
     @property
     def members(self) -> tuple[WorkerMember, ...]:
@@ -67,10 +67,10 @@ class Membership:
         """Enter a start of a worker; returns whether that changed anything.
 
         An unknown start replaces the one before it. The old one may live on for a while if Ray has
-        given up its host, and counts only when the new one has fallen silent. Late announcements of
-        a start that is gone are ignored.
+        given up its host, and counts only when the new one has fallen silent. What starts of a
+        worker that is gone announce later is ignored.
         """
-        if self._gone.get(member.worker_id) == member.incarnation:
+        if member.incarnation in self._gone.get(member.worker_id, ()):
             return False
         known = self._members.get(member.worker_id)
         if known is not None and known.incarnation != member.incarnation:
@@ -128,7 +128,7 @@ class Membership:
         if member is not None and member.incarnation != incarnation:
             return False
         self.forget(worker_id)
-        self._gone[worker_id] = incarnation
+        self._gone[worker_id] |= {incarnation}
         return member is not None
 
     def forget(self, worker_id: str) -> None:
@@ -136,10 +136,11 @@ class Membership:
         member = self._members.pop(worker_id, None)
         self._heard_at.pop(worker_id, None)
         self._places.pop(worker_id, None)
-        self._replaced.pop(worker_id, None)
+        replaced = self._replaced.pop(worker_id, ())
         self._restarting.pop(worker_id, None)
         self._leaving.pop(worker_id, None)
-        self._gone[worker_id] = member.incarnation if member else self._gone.get(worker_id, 0)
+        last = (*replaced, member.incarnation) if member else ()
+        self._gone[worker_id] = self._gone.get(worker_id, frozenset()).union(last)
 
     def heard_since(self, since: float) -> frozenset[str]:
         """Return the workers that have announced themselves since a time."""

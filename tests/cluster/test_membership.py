@@ -86,6 +86,17 @@ def test_what_a_start_that_has_left_announces_too_late_is_no_news_and_a_new_star
     assert membership.gone == frozenset()
 
 
+def test_an_older_start_that_lives_on_brings_no_worker_back_that_has_left():
+    membership = Membership()
+    membership.announce(member(incarnation=1), 0.0)
+    membership.announce(member(incarnation=2), 1.0)
+    membership.dismiss("prefill-0", 5.0)
+    membership.left("prefill-0", 2)
+
+    assert not membership.announce(member(incarnation=1), 2.0)
+    assert membership.members == ()
+
+
 def test_a_controller_that_was_started_again_believes_one_that_left_before_it_was_heard_of():
     membership = Membership()
 
