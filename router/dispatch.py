@@ -109,6 +109,7 @@ class Dispatcher:
         )
         self.num_resumed += generation.num_resumptions  # begun at another router
         if generation.is_finished:
+            generation.finished_at = stream.began_at
             stream.end(None)
             return
         try:

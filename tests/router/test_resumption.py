@@ -237,6 +237,7 @@ def test_a_resumed_call_is_not_refused_for_a_crowd_and_ends_at_once_if_nothing_i
             [message] = (await tested.generate(request=again)).messages
             assert (message.finish_reason, message.token_ids) == (LENGTH, b"")
             assert message.usage.completion_tokens == 10
+            assert 0 <= message.usage.ttft_ms <= message.usage.total_ms < 1000
             assert len(worker.submits) == num_submits
 
     run_virtual(main())
