@@ -275,6 +275,9 @@ class WorkerRegistry:
         left_at = asyncio.get_running_loop().time()
         self._forget_departed(left_at)  # also if the status is never requested
         self._departed[worker.member.worker_id, worker.member.incarnation] = worker, left_at
+        # Now, or a heartbeat that has just come would revive it.
+        if worker.task and worker.task is not asyncio.current_task():
+            worker.task.cancel()
         task = asyncio.create_task(self._close(worker), name=f"close-{worker.member.worker_id}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -288,7 +291,6 @@ class WorkerRegistry:
 
     async def _close(self, worker: Worker) -> None:
         if worker.task:
-            worker.task.cancel()
             await asyncio.wait([worker.task], timeout=self._config.connect_timeout_s)
         await worker.channel.close()
 
@@ -342,8 +344,7 @@ class WorkerRegistry:
             last_reason = reason
             self._lose(worker, reason)
             if worker.member.worker_id not in self._announced:
-                if self._workers.get(worker.member.worker_id) is worker:  # else it has departed
-                    self._depart(worker)
+                self._depart(worker)
                 return
             await asyncio.sleep(self._config.reconnect_delay_s)
 

@@ -1,7 +1,8 @@
-"""A registry that stops, whatever is told to it meanwhile."""
+"""A registry that is left by its workers or stops, whatever is told to it meanwhile."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from router.config import RouterConfig
 from router.membership import WorkerMember
 from router.prefix_index import PrefixIndex
 from router.worker_registry import WorkerRegistry
+from tests.router.scripted_worker import ScriptedWorker, running_router
 from tests.support.memory_grpc import MemoryNetwork
 from tests.support.virtual_time import run_virtual
 
@@ -59,6 +61,39 @@ def test_a_former_member_may_be_lost_in_the_moment_in_which_it_is_left(
         answer.set_exception(OSError("its connection broke"))
         await registry.stop()
         assert following is not None
-        await following
+        assert following.cancelled()
 
     run(scenario)
+
+
+def test_a_start_that_is_replaced_in_the_moment_of_a_heartbeat_stays_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = wire.watch
+
+    async def main() -> None:
+        is_due = False
+
+        def watch_until_replaced(channel: Any) -> Any:
+            call = watch(channel)
+
+            async def read() -> Any:
+                message = await call.read()
+                if is_due:
+                    reading = asyncio.current_task()
+                    assert reading
+                    reading.add_done_callback(lambda _: registry.set_members([replacing]))
+                return message
+
+            return SimpleNamespace(read=read, cancel=call.cancel)
+
+        monkeypatch.setattr(wire, "watch", watch_until_replaced)
+        async with running_router(ScriptedWorker("decode-0")) as tested:
+            registry = tested.router.registry
+            replacing = ScriptedWorker("decode-0", incarnation=2).member
+            is_due = True
+            await asyncio.sleep(1.0)
+            states = {each.member.incarnation: each.state for each in registry.known_workers()}
+            assert states == {1: "DEAD", 2: "DEAD"}
+
+    run_virtual(main())
