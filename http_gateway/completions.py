@@ -141,8 +141,7 @@ class Completions:
             return prompt
         convert = partial(detokenize_request, prompt, model.name, False)
         call = await exchange.convert(convert)
-        text, _ = await self._link.detokenize(exchange.authorization, call)
-        return text
+        return await self._link.detokenize(exchange.authorization, call)
 
 
 @dataclass(slots=True)

@@ -112,7 +112,7 @@ class Generation:
         """Fetch the texts of all tokens that log probabilities name."""
         await self.texts.load(
             self._exchange.authorization,
-            self._model.name,
+            self._model,
             (response for _, response in arrived if response.logprobs),
         )
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from http_gateway.wire import RouterLink
+from pagewire import Model
 from pagewire.protos import common_pb2, inference_pb2
 from pagewire.protos.token_ids import unpack_token_ids
-from pagewire.wire import detokenize_request
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 Drawn = tuple[int, common_pb2.TokenLogprobs]  # token id, its log probabilities
@@ -24,19 +24,18 @@ class TokenTexts:
         return self._texts[token_id]
 
     async def load(
-        self, authorization: str, model: str, responses: Iterable[inference_pb2.GenerateResponse]
+        self, authorization: str, model: Model, responses: Iterable[inference_pb2.GenerateResponse]
     ) -> None:
         """Fetch the texts of all tokens that responses name, on behalf of their caller."""
-        if model != self._model:
-            self._model, self._texts = model, {}
+        if model.name != self._model:
+            self._model, self._texts = model.name, {}
         wanted: set[int] = set()
         for response in responses:
             wanted.update(unpack_token_ids(response.token_ids))
             for entry in response.logprobs:
                 wanted.update(unpack_token_ids(entry.top_token_ids))
         if missing := sorted(wanted - self._texts.keys()):
-            request = detokenize_request(missing, model, False, with_pieces=True)
-            _, pieces = await self._link.detokenize(authorization, request)
+            pieces = await self._link.pieces(authorization, model, missing)
             self._texts.update(zip(missing, pieces, strict=True))
 
 

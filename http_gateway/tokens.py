@@ -32,9 +32,7 @@ class Tokens:
         token_ids = await self._link.tokenize(exchange.authorization, request)
         pieces = None
         if with_pieces:
-            convert = partial(detokenize_request, token_ids, request.model, False, with_pieces=True)
-            to_text = await exchange.convert(convert)
-            _, pieces = await self._link.detokenize(exchange.authorization, to_text)
+            pieces = await self._link.pieces(exchange.authorization, model, token_ids)
         await exchange.answer_json(
             {
                 "count": len(token_ids),
@@ -54,7 +52,7 @@ class Tokens:
         if token_ids is None:
             raise fields.refused("tokens", "none", "an array of token ids")
         request = await exchange.convert(partial(detokenize_request, token_ids, name, False))
-        text, _ = await self._link.detokenize(exchange.authorization, request)
+        text = await self._link.detokenize(exchange.authorization, request)
         await exchange.answer_json({"prompt": text})
 
 

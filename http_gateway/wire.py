@@ -13,7 +13,7 @@ from http_gateway.found_routers import FindRouters, FoundRouters
 from pagewire import AuthenticationError, ClusterStatus, Model, PagewireError, UnavailableError
 from pagewire.calls import Metadata
 from pagewire.protos import inference_pb2
-from pagewire.protos.token_ids import unpack_token_ids
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from pagewire.resumption import ResumableCall
 from pagewire.routers import Connector, MakeStub
 from pagewire.wire import model_from, status_from
@@ -190,12 +190,24 @@ class RouterLink:
         response = await self._call("Tokenize", request, authorization, TOKENIZE_TIMEOUT_S)
         return unpack_token_ids(response.token_ids)
 
-    async def detokenize(
-        self, authorization: str, request: inference_pb2.DetokenizeRequest
-    ) -> tuple[str, list[str]]:
-        """Return the text of tokens, special ones included, and if requested that of each."""
+    async def detokenize(self, authorization: str, request: inference_pb2.DetokenizeRequest) -> str:
+        """Return the text of tokens, special ones included."""
         response = await self._call("Detokenize", request, authorization, TOKENIZE_TIMEOUT_S)
-        return response.text, list(response.pieces)
+        return str(response.text)
+
+    async def pieces(self, authorization: str, model: Model, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each of any number of tokens, special ones included."""
+        most = model.max_context_tokens  # that a router takes at a time
+        pieces: list[str] = []
+        for begin in range(0, len(token_ids), most):
+            request = inference_pb2.DetokenizeRequest(
+                model=model.name,
+                token_ids=pack_token_ids(token_ids[begin : begin + most]),
+                with_pieces=True,
+            )
+            response = await self._call("Detokenize", request, authorization, TOKENIZE_TIMEOUT_S)
+            pieces += response.pieces
+        return pieces
 
     async def aclose(self) -> None:
         """End all calls, and the connections."""

@@ -159,14 +159,13 @@ def tokenize_chat_request(
 
 
 def detokenize_request(
-    token_ids: Sequence[int], model: str, skip_special_tokens: bool, *, with_pieces: bool = False
+    token_ids: Sequence[int], model: str, skip_special_tokens: bool
 ) -> inference_pb2.DetokenizeRequest:
     """Build the request to turn token ids into text; raises like `generate_request`."""
     return inference_pb2.DetokenizeRequest(
         model=check_text("model", model),
         token_ids=pack_token_ids(check_token_ids("token_ids", token_ids)),
         skip_special_tokens=check_flag("skip_special_tokens", skip_special_tokens),
-        with_pieces=with_pieces,
     )
 
 

@@ -402,6 +402,24 @@ def test_tokenize_and_detokenize_are_inverse(client):
     assert post("detokenize", tokens=chat["tokens"])["prompt"] == "[user]the fox[assistant]"
 
 
+def test_texts_of_more_tokens_than_the_context_holds_can_be_shown(tmp_path):
+    folder = write_folder(tmp_path / "small")
+    small = parrot(folder, max_context_tokens=60)
+    with gateway(lambda: real_router(small, folder), stream_interval_s=1.0) as served:
+        client = client_of(served)
+        prompt = "the quick brown fox " * 10
+        body = {"prompt": prompt, "add_special_tokens": False, "return_token_strs": True}
+        shown = client.post("/../tokenize", body=body, cast_to=object)
+        chat = ask(logprobs=True, top_logprobs=20, stream=True)
+        chunks = list(client.chat.completions.create(**chat))
+
+    named = [logprobs for each in chunks if (logprobs := logprobs_of([each], 0))]
+    assert len(named) == 2, "the first token comes at once, the others gather"
+    assert len({top.token for each in named[1] for top in each.top_logprobs}) > 60
+    assert shown["count"] > 60
+    assert "".join(shown["token_strs"]) == prompt
+
+
 def test_tokenize_ends_a_prompt_as_asked(client):
     def text_of(**body):
         tokens = client.post("/../tokenize", body=body, cast_to=object)["tokens"]
