@@ -257,7 +257,8 @@ class AsyncClient:
                 routers=routers,
                 reader=reader,
                 metadata=routers.metadata,
-                timeout_s=limit_s - spent_s,
+                timeout_s=limit_s,
+                spent_s=spent_s,
                 resume_s=self._resume_s,
                 on_router_lost=self._on_router_lost,
             )

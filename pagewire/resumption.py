@@ -63,6 +63,7 @@ class ResumableCall:
         reader: Gets the answer.
         metadata: The metadata of each call.
         timeout_s: The time limit of the whole call.
+        spent_s: How much of that has passed already.
         resume_s: How long to look for another router after each loss; 0: not at all.
         interval_s: Tokens that arrive within it share a message.
         on_router_lost: Called for each loss of a router after the first message with its address,
@@ -80,6 +81,7 @@ class ResumableCall:
         reader: Reader,
         metadata: Metadata,
         timeout_s: float,
+        spent_s: float = 0.0,
         resume_s: float,
         interval_s: float = 0.0,
         on_router_lost: OnRouterLost | None = None,
@@ -93,7 +95,7 @@ class ResumableCall:
         self._resume_s = resume_s
         self._interval_s = interval_s
         self._on_router_lost = on_router_lost
-        self._deadline = self._loop.time() + timeout_s
+        self._deadline = self._loop.time() + timeout_s - spent_s
         self._is_over = False
         self._token = b""
         self._received: dict[int, _Received] = {}  # choice |->
@@ -104,7 +106,7 @@ class ResumableCall:
         self._lost_at = 0.0  # loop time
         self._begin_s = 0.0  # how long it goes on after that, if it has received nothing
         self._pause_s = FIRST_PAUSE_S
-        self._start(timeout_s)
+        self._start(timeout_s - spent_s)
         self._timer = self._loop.call_at(self._deadline, self._time_out)
 
     def cancel(self) -> None:

@@ -142,6 +142,14 @@ def test_a_call_whose_time_is_up_before_the_hedge_has_none():
     assert other.requests == []
 
 
+def test_a_call_that_is_late_at_both_routers_names_the_limit_that_it_was_given():
+    late, _, other = generate(says("a", after_s=60), says("b", after_s=60), timeout_s=0.6)
+
+    assert isinstance(late, pagewire.TimeoutError)
+    assert "timeout_s = 0.6" in str(late)
+    assert len(other.requests) == 1
+
+
 def test_leaving_the_stream_cancels_both():
     async def scenario():
         async with (
