@@ -158,7 +158,7 @@ class WorkerRegistry:
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._is_stopped = False
-        # With the smallest capacities of any worker.
+        # With the smallest capacities of any worker, also of one that is away for a moment.
         self.model: ServedModel | None = None
 
     def set_members(self, members: Iterable[WorkerMember]) -> None:
@@ -272,6 +272,8 @@ class WorkerRegistry:
     def _depart(self, worker: Worker) -> None:
         del self._workers[worker.member.worker_id]
         self._lose(worker, "left the membership")
+        if self.model and worker.member.worker_id not in self._announced:  # it does not restart
+            self._set_model(self.model)
         left_at = asyncio.get_running_loop().time()
         self._forget_departed(left_at)  # also if the status is never requested
         self._departed[worker.member.worker_id, worker.member.incarnation] = worker, left_at
@@ -390,16 +392,21 @@ class WorkerRegistry:
                 )
                 raise WorkerGone(worker.misfit)
         worker.model, worker.misfit = model, ""
+        self._set_model(model)
+
+    def _set_model(self, model: ServedModel) -> None:
+        """Serve a model within the capacities of its workers, if there are any."""
         models = [
             each.model
-            for each in (worker, *others)
+            for each in self._workers.values()
             if each.model is not None and not model.differences(each.model)
         ]
-        self.model = replace(
-            model,
-            max_context_tokens=min(each.max_context_tokens for each in models),
-            max_choices=min(each.max_choices for each in models),
-        )
+        if models:
+            self.model = replace(
+                model,
+                max_context_tokens=min(each.max_context_tokens for each in models),
+                max_choices=min(each.max_choices for each in models),
+            )
 
     def _receive_s_per_token(self, info: WorkerInfo) -> float:
         config = self._config

@@ -1092,6 +1092,11 @@ def test_workers_may_differ_in_capacity_and_the_smallest_limits_requests() -> No
             await asyncio.sleep(3.0)
             assert tested.router.registry.model is not None
             assert tested.router.registry.model.max_context_tokens == 50
+            # One that has left limits nobody.
+            del tested.workers["decode-1"]
+            await tested.announce()
+            model = tested.router.registry.model
+            assert (model.max_context_tokens, model.max_choices) == (100, 64)
 
     run_virtual(main())
 
