@@ -209,8 +209,11 @@ class Dispatcher:
         refused: set[str] = set()
         num_lost = 0
         patience_ends_at: float | None = None  # with workers that take nothing more
+        num_tokens = generation.num_tokens  # with another one, patience begins anew
         while True:
             if failed is not None:
+                if generation.num_tokens > num_tokens:
+                    num_tokens, patience_ends_at = generation.num_tokens, None
                 if not failed.is_overload:
                     num_lost += 1
                 elif patience_ends_at is None:

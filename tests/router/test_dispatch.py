@@ -659,6 +659,29 @@ def test_when_all_are_full_the_client_hears_so_at_once() -> None:
     run_virtual(main())
 
 
+def test_full_workers_have_time_again_after_each_token() -> None:
+    async def main() -> None:
+        async def full_twice(session: Session, submit: Submit) -> None:
+            if len(often_full.submits) <= 2:
+                session.fail(submit, grpc.StatusCode.RESOURCE_EXHAUSTED)
+            else:
+                await honest(session, submit)
+
+        often_full = ScriptedWorker("decode-0", serve=full_twice)
+        other = ScriptedWorker("decode-1", token_s=1.0, heartbeat={"running": 10})
+        async with running_router(often_full, other, resume_wait_s=2.0) as tested:
+            call = asyncio.create_task(tested.generate())
+            await wait_until(lambda: other.steps == 5)
+            tested.network.kill(other.address)
+            answer = await call
+
+            assert answer.error is None
+            assert answer.token_ids() == tokens(0, 10)
+            assert len(often_full.submits) == 3
+
+    run_virtual(main())
+
+
 def test_without_a_worker_a_request_waits_a_while_and_then_fails() -> None:
     async def main() -> None:
         prefill = ScriptedWorker("prefill-0", pool="prefill")
