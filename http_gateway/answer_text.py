@@ -52,6 +52,11 @@ class AnswerText:
         """Whether all further text is content as it is."""
         return self._reader is None
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether reasoning has begun, and the answer has not."""
+        return self._reasoning is not None and self._reasoning.has_begun
+
     def push(self, text: str, num_tokens: int = 0) -> list[Part]:
         """Return the parts that are certain after more text, of this many tokens."""
         if self._reader is None:

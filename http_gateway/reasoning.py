@@ -36,6 +36,11 @@ class ReasoningReader:
         """Whether the answer has not begun yet."""
         return self._state is not _State.ANSWER
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is reasoning, and the answer has not begun yet."""
+        return self._state in (_State.REASONING, _State.GAP)
+
     def push(self, text: str) -> list[Part]:
         """Return the parts that are certain after more text."""
         if self._state is _State.ANSWER:

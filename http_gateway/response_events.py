@@ -37,6 +37,7 @@ class ResponseBuilder:
         self._is_open = False  # the last item
         self._pieces: list[str] = []  # of the open item's text or arguments
         self._logprobs: list[dict[str, Any]] = []  # of the message
+        self._textless: list[dict[str, Any]] = []  # logprobs of tokens whose text is yet to come
         self._sequence = 0
 
     def response(self) -> dict[str, Any]:
@@ -69,17 +70,19 @@ class ResponseBuilder:
 
         Args:
             parts: Parts of the text.
-            logprobs: The logprobs of the tokens.
+            logprobs: The logprobs of the tokens; none of tokens of reasoning.
             finish: Why the text ends here; None: it goes on.
         """
         events = ""
+        logprobs = [*self._textless, *logprobs]
+        self._textless = [] if parts else logprobs
         for part in parts:
             match part:
                 case Reasoning(text):
                     events += self._text("reasoning", text, ())
                 case Content(text):
                     events += self._text("message", text, logprobs)
-                    logprobs = ()
+                    logprobs = []
                 case CallBegins():
                     events += self._begin_call(part)
                 case CallArguments(_, text):

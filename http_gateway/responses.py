@@ -192,7 +192,7 @@ class _Answer:
         if finish:
             parts += self._reader.finish()
         logprobs: list[dict[str, Any]] = []
-        if self._request.has_logprobs:
+        if self._request.has_logprobs and not self._reader.is_reasoning:
             drawn = drawn_tokens(response, (), is_stop=finish == "stop")
             logprobs = chat_logprobs(drawn, self._generation.texts)
         return self._builder.add(parts, logprobs, finish)

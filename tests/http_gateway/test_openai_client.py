@@ -364,13 +364,21 @@ def test_a_conversation_goes_on_from_the_output_of_a_response(client):
 
 
 def test_responses_have_log_probabilities_if_included(client):
-    response = client.responses.create(
-        model="tiny", input="fox", include=["message.output_text.logprobs"], top_logprobs=1
-    )
+    asked = {
+        "model": "tiny",
+        "input": "fox 😀!",  # some tokens make no text until others come
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 1,
+    }
+    response = client.responses.create(**asked)
+    events = list(client.responses.create(**asked, stream=True))
 
     logprobs = response.output[0].content[0].logprobs
-    assert "".join(each.token for each in logprobs) == "fox"
+    assert logprobs[0].token in "fox"
+    assert len(logprobs) == response.usage.output_tokens - 1, "all but the end token"
     assert all(len(each.top_logprobs) == 1 for each in logprobs)
+    deltas = [each for each in events if each.type == "response.output_text.delta"]
+    assert sum(len(each.logprobs) for each in deltas) == len(logprobs)
 
 
 # Models and tokens
