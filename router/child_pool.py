@@ -272,7 +272,7 @@ class _Child:
         try:
             return await asyncio.to_thread(self._process.wait, END_S)
         except subprocess.TimeoutExpired:
-            logger.warning("chat_child_stuck", extra=fields(pid=self._process.pid))
+            logger.warning("child_stuck", extra=fields(pid=self._process.pid))
             return None
 
 
