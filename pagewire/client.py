@@ -36,7 +36,7 @@ class Client:
     use one client at the same time. Calls block their thread, so code in an event loop should use
     `AsyncClient`. A client does not survive a fork: a child process must create its own. Fork
     before the parent's first call or, better, use the start method spawn. `on_router_lost` is
-    called on a background thread.
+    called on the background thread of all clients, where a call of one would wait for itself.
 
     Raises:
         PagewireError: From any method; `pagewire.errors` lists the subclasses. The constructor
