@@ -4,7 +4,6 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -249,7 +248,7 @@ class AsyncClient:
         inbox = _Inbox()
         limit_s = self._timeout_s(timeout_s)
 
-        def start(routers: Routers, reader: Reader, spent_s: float = 0.0) -> Cancellable:
+        def start(routers: Routers, reader: Reader, spent_s: float = 0.0) -> ResumableCall:
             own = inference_pb2.GenerateRequest()
             own.CopyFrom(request)  # a call that is resumed changes it
             return ResumableCall(
@@ -264,17 +263,23 @@ class AsyncClient:
             )
 
         call: Cancellable
+        first: ResumableCall
         others, after_s = self._other_routers, self._hedge_after_s
         if others is None or after_s >= limit_s:
             call = start(self._routers, inbox)
         else:
             hedges = others
 
+            def start_first(reader: Reader) -> Cancellable:
+                nonlocal first
+                first = start(self._routers, reader)
+                return first
+
             def start_hedge(reader: Reader) -> Cancellable:
-                hedges.use_after(self._routers.address)
+                hedges.use_after(first.address)  # others may have moved from there
                 return start(hedges, reader, spent_s=after_s)
 
-            call = HedgedCall(partial(start, self._routers), start_hedge, inbox, after_s)
+            call = HedgedCall(start_first, start_hedge, inbox, after_s)
         return AsyncStream(call, inbox, num_choices=max(request.sampling.n, 1))
 
     def _timeout_s(self, timeout_s: float | None) -> float:

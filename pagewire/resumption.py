@@ -109,6 +109,11 @@ class ResumableCall:
         self._start(timeout_s - spent_s)
         self._timer = self._loop.call_at(self._deadline, self._time_out)
 
+    @property
+    def address(self) -> str:
+        """The address of the router that has it or, after a loss, gets it next."""
+        return self._address if self._lost is None else self._routers.address
+
     def cancel(self) -> None:
         """End the call silently; harmless after the end."""
         if not self._is_over:

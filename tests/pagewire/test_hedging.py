@@ -97,6 +97,27 @@ def test_a_hedge_goes_behind_the_router_that_the_client_has_moved_to():
     assert asyncio.run(asyncio.wait_for(scenario(), 30)) == "cc"
 
 
+def test_a_hedge_goes_behind_the_router_of_its_call_though_others_have_moved():
+    async def hangs_or_refuses(request, context):
+        if request.text == "refuse":
+            await abort(context, grpc.StatusCode.UNAVAILABLE, "no worker")
+        await asyncio.sleep(60)
+        yield
+
+    async def scenario():
+        async with (
+            serving(hangs_or_refuses) as (one, _),
+            serving(says("b")) as (two, _),
+            AsyncClient([one, two], hedge_after_s=0.5) as client,
+        ):
+            hanging = asyncio.create_task(client.generate("hang", timeout_s=3))
+            assert (await client.generate("refuse", timeout_s=3)).text == "bb"
+            assert client.address == two
+            return (await hanging).text
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 30)) == "bb"
+
+
 def test_the_first_router_may_still_win_after_the_hedge_has_begun():
     text, one, other = generate(says("a", after_s=0.6), says("b", after_s=60))
 
