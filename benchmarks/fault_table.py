@@ -52,21 +52,6 @@ Decode workers computed {decode_prompt_tokens} prompt tokens in all runs, and
 {machine} CPU, which all hosts share with other work, with a tiny model, by {command}. The pauses
 depend on that machine; the zeros do not.
 """
-# Notes on faults that failed requests or had unfinished runs.
-NOTES = {
-    "partition/long": (
-        "Those requests were of one run: no decode worker answered for 30 s, though one was on an\n"
-        "unaffected host. In the first eight runs Ray's workers yielded to all other processes of\n"
-        "the machine (niceness 15), about 40 of which competed for its two cores, so it probably\n"
-        "never ran. The aborted run was one of them. The last twelve runs had less beside them:\n"
-        "no request failed, and the cluster was whole after 91 to 109 s."
-    ),
-    "launcher/start": (
-        "In one of the first eight runs the second `pagewire up` had not ended after 180 s. About\n"
-        "20 other processes competed for the two cores; in the other runs it took 30 to 152 s.\n"
-        "With less beside it, the last twelve took 28 to 56 s."
-    ),
-}
 KILLS = """
 ## Kills and hangs between two GPUs
 
@@ -252,7 +237,7 @@ def _notes(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
         ]
         if told:
             what = fault.what[0].upper() + fault.what[1:]
-            yield f"\n{what}: {'; '.join(told)}. {NOTES.get(case, '')}".rstrip() + "\n"
+            yield f"\n{what}: {'; '.join(told)}.\n"
 
 
 def _pause(row: dict[str, Any]) -> str:
