@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import venv
 import zipfile
@@ -112,8 +113,8 @@ class Environment:
         for each in map(str, files):  # there are thousands: Path objects would take seconds
             os.symlink(f"{base}/{each}", f"{self.site}/{each}")
 
-    def run(self, *words: object) -> subprocess.CompletedProcess[str]:
-        environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder)}
+    def run(self, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder)} | variables
         return subprocess.run(
             list(map(str, words)),
             cwd=self.folder,  # not where the tree is
@@ -373,6 +374,27 @@ def test_the_command_of_the_image_serves_a_model_and_ends_in_order(both):
 
     assert re.search(r"^ready: .+ on 0\.0\.0\.0:\d+", written, re.MULTILINE), written
     assert written.splitlines()[-1] == "stopped"
+
+
+@pytest.mark.cluster
+@pytest.mark.thorough
+@pytest.mark.timeout(150)
+def test_the_commands_of_the_pods_start_and_end_a_cluster(both):
+    write_demo_model(both.folder)
+    program = both.folder / "bin" / "pagewire"
+    config = both.folder / "cluster.yaml"
+    sizes = {"prefill": 1, "decode": 1, "page_size": 16, "num_pages": 256}
+    model = {"model": str(both.folder), "device": "cpu", "port": 0, "http_port": 0}
+    config.write_text(json.dumps(sizes | model), encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="pw", dir="/tmp") as folder:  # sockets: short paths
+        up = both.run(program, "up", "--config", config, RAY_TMPDIR=folder)
+        drain = both.run(program, "drain", "--here", RAY_TMPDIR=folder)
+        down = both.run(program, "down", RAY_TMPDIR=folder)
+
+    assert up.returncode == 0, up.stderr
+    assert up.stdout.splitlines()[-1].startswith("ready: pagewire serves"), up.stdout
+    assert drain.stderr.startswith("error: --here: found the host of the cluster's controller")
+    assert (down.returncode, down.stdout.splitlines()[-1]) == (0, "stopped"), down.stderr
 
 
 def test_client_and_server_share_a_process(both):
