@@ -5,7 +5,7 @@ at the client.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,8 @@ FIRST_TOKENS_FILE = "serving-matrix-h100-x2.json"  # newer; both GPUs compute eq
 STARTS_FILE = "ready-h100-x2.json"
 KILLS_FILE = "kills-nccl-h100-x2.json"
 MEMORY_FILE = "kills-nccl-memory-h100-x2.json"
+
+Figure = tuple[str, float, float, str, bool]  # fields of Outcome but for the file
 
 # Cases of benchmarks.serving_matrix with one prefill and one decode worker, ms
 SERVING_MS = {
@@ -96,7 +98,7 @@ def other_outcomes() -> Iterator[Outcome]:
 def _transfers(file: str) -> Iterator[Outcome]:
     rows = _rows(file)
     longest = rows["transfer/ttft_share@32768"]
-    for what, target, found, unit, is_least in (
+    figures: tuple[Figure, ...] = (
         (
             "pages of 32,768 tokens, end to end",
             300,
@@ -113,16 +115,14 @@ def _transfers(file: str) -> Iterator[Outcome]:
             "%",
             True,
         ),
-    ):
-        yield Outcome(
-            what=what, target=target, found=found, unit=unit, file=file, is_least=is_least
-        )
+    )
+    return _outcomes(file, figures)
 
 
 def _pools(file: str) -> Iterator[Outcome]:
     rows = _rows(file)
     pools, mixed = rows["itl/disaggregated"], rows["itl/aggregated"]
-    for what, target, found, unit, is_least in (
+    figures: tuple[Figure, ...] = (
         (
             "one new prefix of 64 requests, computed and moved",
             1.05,
@@ -144,7 +144,12 @@ def _pools(file: str) -> Iterator[Outcome]:
             "%",
             True,
         ),
-    ):
+    )
+    return _outcomes(file, figures)
+
+
+def _outcomes(file: str, figures: Iterable[Figure]) -> Iterator[Outcome]:
+    for what, target, found, unit, is_least in figures:
         yield Outcome(
             what=what, target=target, found=found, unit=unit, file=file, is_least=is_least
         )
