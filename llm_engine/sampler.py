@@ -8,7 +8,7 @@ in the last bits.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,35 +21,14 @@ from attn_kernels.tiles import to_device
 from llm_engine.logit_edits import allowed_rows, logit_entries
 from llm_engine.sampling import Draw, SampledToken
 
+if TYPE_CHECKING:  # it imports Triton
+    from attn_kernels.sampling import launch
+
 MIN_ROWS = 64  # of the buffers of the kernels, about 64 KB each
 
 # Does not wait: to be called once all that was on the stream when it was made has run.
 ReadTokens = Callable[[], list[SampledToken | None]]
-
-
-class TokenSampler(Protocol):
-    """What draws; attn_kernels/sampling/launch.py describes it."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_rows(self) -> int: ...
-
-    def sample(
-        self,
-        logits: Tensor,
-        params: RowParams,
-        *,
-        mask: Tensor | None = None,
-        edits: LogitEdits | None = None,
-    ) -> Tensor:
-        """Draw one token per row."""
-        ...
-
-    def logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
-        """Return log-probabilities of one token per row and of the most probable ones."""
-        ...
+TokenSampler: TypeAlias = "reference.TokenSampler | launch.TokenSampler"
 
 
 class Sampler:
