@@ -157,7 +157,7 @@ class Scheduler:
         receives = tuple(self._admit()) if self._is_admission_due and not is_short else ()
         max_tokens = self._config.max_step_tokens
         # Not those that wait for a mask: a suspect's turn would pass with nothing computed.
-        ready = (each for each in self._computing if self._pick_chunks([each], max_tokens))
+        ready = [group for group in self._computing if _next_chunk(group, max_tokens)]
         takes_part = self._turns.next_pass(
             [*(each.request for each in decodes), *(each.request for each in ready)]
         )
@@ -610,11 +610,10 @@ class Scheduler:
     def _pick_chunks(self, computing: Sequence[PrefillGroup], budget: int) -> list[Chunk]:
         chunks = []
         for group in computing:
-            chunk = next_chunk(group, budget)
-            if chunk is None or (chunk.is_last and group.awaits_masks):
-                continue
-            chunks.append(chunk)
-            budget -= chunk.num_tokens
+            chunk = _next_chunk(group, budget)
+            if chunk is not None:
+                chunks.append(chunk)
+                budget -= chunk.num_tokens
         return chunks
 
     def _end_all(self, requests: Iterable[Request]) -> list[Request]:
@@ -686,6 +685,12 @@ class Scheduler:
             is_last_of_request=is_last,
             has_stats=has_stats,
         )
+
+
+def _next_chunk(group: PrefillGroup, most: int) -> Chunk | None:
+    """Return the next tokens of a group, unless drawing after them has to wait for masks."""
+    chunk = next_chunk(group, most)
+    return None if chunk is None or (chunk.is_last and group.awaits_masks) else chunk
 
 
 def _insert(queue: list[HolderT], new: HolderT) -> None:
