@@ -34,7 +34,8 @@ def only_compiles() -> bool:
 def hash_compiler() -> None:
     """Hash Triton's own files, which is half a second's work that hardly holds Python's lock.
 
-    Each look into Triton's cache needs the hash. Those of many threads at once would each make it.
+    Each look into Triton's cache needs the hash, and those of many threads at once would each make
+    it. So let a thread do this early, such as while weights load.
     """
     from triton.runtime.cache import triton_key
 

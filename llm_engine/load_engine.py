@@ -252,10 +252,9 @@ def _make_attention(
 
 
 def import_kernels() -> None:
-    """Import what computes with Triton; ImportError: there is none."""
+    """Import what computes with Triton, and begin to hash that; ImportError: there is none."""
     for name in TRITON_MODULES:
         import_module(name)
-    # While weights load.
     threading.Thread(target=hash_compiler, name="hash-compiler", daemon=True).start()
 
 
