@@ -27,7 +27,8 @@ itl/ARM             16 chats stream while six prompts of 32,768 tokens arrive. `
 ablation/ARM/N,S,U  N streams that share S tokens: `prime_ms`, `step_ms`, and `ms` for all tokens.
                     both: as it is; cascade: all pages of a prompt move for each request; delta:
                     each request reads its prefix for itself; none: both of these.
-replay/ARM          the first seconds of a Mooncake trace, by --trace-seconds, -rate and -lengths.
+replay/ARM          the first seconds of a Mooncake trace, by --trace-seconds, -rate and -lengths;
+                    `in_time_per_s` counts requests whose tokens came within IN_TIME.
 kill/SIDE/MOMENT    SIGKILL before, during and after a transfer, --kills times each (kills.py).
 hang/SIDE/MOMENT    likewise SIGSTOP, and SIGCONT ten seconds later.
 
@@ -64,6 +65,7 @@ from benchmarks.stream_statistics import (
     first_token_ms,
     gaps_ms,
     last_first_token_ms,
+    num_in_time,
     percentile,
     percentiles,
     spread,
@@ -82,6 +84,7 @@ INTRUDERS, INTRUDER_TOKENS, INTRUDER_PERIOD_S = 6, 32_768, 1.0
 ABLATION = ((64, 8192, 256), (256, 8192, 128), (64, 16_384, 64), (64, 32_768, 256))
 ABLATION_STEPS = 256
 TRACE_SEED = 1 << 40  # far from all other prompts
+IN_TIME = {"ttft_ms": 2000.0, "itl_ms_p99": 50.0}
 ARMS = {
     "both": Alteration(),
     "cascade": Alteration(moves_again=True),
@@ -272,6 +275,8 @@ def replay(path: Path, scale: TraceScale, run: Run) -> Row:
         if specs[-1].offset_s
         else None,
         "requests_per_s": round(len(done) / seconds, 3),
+        "in_time_per_s": round(num_in_time(done, **IN_TIME) / seconds, 3),
+        "in_time": IN_TIME,
         "tokens_per_s": round(work["tokens"] / seconds, 1),
         "hit_share": round(work["hit_tokens"] / work["prompt_tokens"], 4),
         "failed": len(records) - len(done),

@@ -114,6 +114,20 @@ def first_token_ms(records: Iterable[StreamRecord]) -> list[float]:
     return [1e3 * (record.times[0] - record.started) for record in records if record.times]
 
 
+def num_in_time(records: Iterable[StreamRecord], *, ttft_ms: float, itl_ms_p99: float) -> int:
+    """Count the streams whose first token and 99 % of whose others came in time.
+
+    Args:
+        ttft_ms: Longest time from a call to its first token.
+        itl_ms_p99: Longest time before each other token, but for one in a hundred.
+    """
+    return sum(
+        max(first_token_ms([each]), default=math.inf) <= ttft_ms
+        and percentile(gaps_ms([each]) or [0.0], 99) <= itl_ms_p99
+        for each in records
+    )
+
+
 def last_first_token_ms(records: Sequence[StreamRecord]) -> float:
     """Return the time from the first call until all streams have a token, ms."""
     return 1e3 * (max(each.times[0] for each in records) - min(each.started for each in records))

@@ -10,6 +10,7 @@ from benchmarks.stream_statistics import (
     gaps_ms,
     last_first_token_ms,
     longest_pause_ms,
+    num_in_time,
     percentile,
     percentiles,
     spread,
@@ -156,3 +157,14 @@ def test_work_is_summed_over_the_streams_that_ended() -> None:
         "pages_moved": 6,
         "bytes_moved": 600,
     }
+
+
+def test_streams_are_in_time_if_their_first_token_and_99_of_100_others_are() -> None:
+    limits = {"ttft_ms": 2000.0, "itl_ms_p99": 50.0}
+    steady = tuple(2.0 + 0.04 * index for index in range(1000))
+    one_pause = (*steady[:500], *(each + 1.0 for each in steady[500:]))
+    many_pauses = tuple(2.0 + 0.04 * index + index // 50 for index in range(1000))
+
+    assert num_in_time([stream(*steady), stream(*one_pause), stream(2.0)], **limits) == 3
+    assert num_in_time([stream(*many_pauses)], **limits) == 0
+    assert num_in_time([stream(*steady, started=-0.1), stream()], **limits) == 0
