@@ -18,6 +18,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 FAULTS_RESULT = "faults-cpu.json"
 # |-> what carried the pages; of a fault that several files have, the page shows the first
 KILLS_RESULTS = {
+    "kills-nccl-decode-before-h100-x4.json": "NCCL",
     KILLS_FILE: "NCCL",
     "kills-nccl-before-h100-x2.json": "NCCL",
     "kills-ipc-h100-x2.json": "CUDA IPC",
@@ -55,7 +56,8 @@ depend on that machine; the zeros do not.
 KILLS = """
 ## Kills and hangs between two GPUs
 
-Of two GPUs with NVLink one has a prefill worker, the other a decode worker.
+Of two GPUs with NVLink, of a host with two or four, one has a prefill worker, the other a decode
+worker.
 {streams} streams with prompts of 4,096 tokens begin. Before, while or after their pages move, one
 worker gets SIGKILL, or SIGSTOP for ten seconds. Afterwards the same prompts run once more without a
 fault. Each cluster shared the GPUs with others, whose workers were also hit.
@@ -189,7 +191,7 @@ def memory(result: dict[str, Any], name: str) -> str:
 
 
 def _measured_on(result: dict[str, Any]) -> str:
-    return f"{in_short(result['hardware'])}, {result['commit']}"
+    return f"{in_short(result['hardware'])}, {result['commit'][:8]}"
 
 
 def corruption(result: dict[str, Any], name: str) -> str:

@@ -97,15 +97,18 @@ def gpu_memory_of(names: Mapping[int, str]) -> dict[str, int]:
 
 
 def num_gpus() -> int:
-    """Return how many GPUs this host shows."""
+    """Return how many GPUs CUDA shows."""
     return len(nvidia_smi("name"))
 
 
 def nvidia_smi(*fields: str, of: str = "gpu") -> list[str]:
-    """Return fields of each GPU or process, as text; [] if they are not available."""
+    """Return fields of each GPU or process that CUDA shows, as text; [] if there are none."""
+    words = ["nvidia-smi", f"--query-{of}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        words.append(f"--id={visible}")
     try:
         done = subprocess.run(  # noqa: S603 - nothing of it comes from outside
-            ["nvidia-smi", f"--query-{of}={','.join(fields)}", "--format=csv,noheader,nounits"],  # noqa: S607
+            words,
             capture_output=True,
             text=True,
             check=True,

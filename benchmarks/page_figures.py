@@ -20,7 +20,9 @@ from benchmarks.serving_figures import bars, disaggregation_charts, hardware_of,
 from benchmarks.stream_statistics import Row
 from benchmarks.tables import (
     ABLATION_RESULTS,
+    POOL_ARMS,
     PROFILE_RESULT,
+    REPLAY_RESULTS,
     RESULTS,
     ROOT,
     gateway_rows,
@@ -181,6 +183,32 @@ def ablation() -> str:
     return draw(charts["ablation"])
 
 
+def replay() -> str:
+    """How many requests of a trace get their tokens in time."""
+    rows = [_rows_and_hardware([name])[0] for name in REPLAY_RESULTS]
+    pairs = [[each[f"replay/{arm}"] for arm in POOL_ARMS] for each in rows]
+    values = [
+        (
+            f"{' or '.join(row['cluster'] for row in pair)}, "
+            f"{pair[0]['offered_requests_per_s']:.2f} offered",
+            [row["in_time_per_s"] for row in pair],
+        )
+        for pair in pairs
+    ]
+    return draw(
+        bars(
+            "Replay of a conversation trace: requests answered in time (longer is better)",
+            (
+                _rows_and_hardware(REPLAY_RESULTS)[1],
+                "First token within 2 s, 99 % of the others within 50 ms.",
+            ),
+            values,
+            series=(("separate pools", BLUE), ("without prefill workers", ORANGE)),
+            unit="per s",
+        )
+    )
+
+
 DRAWINGS: Mapping[str, Callable[[], str]] = {
     "serving-decode": partial(serving, "decode"),
     "serving-shared": partial(serving, "shared"),
@@ -188,6 +216,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "serving-mixed": partial(serving, "mixed"),
     "targets": targets,
     "ablation": ablation,
+    "replay": replay,
     "engine-step": engine_step,
     "step-profile": step_profile,
     "linear-h100": linear,

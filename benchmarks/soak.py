@@ -122,7 +122,6 @@ def play_round(load: Load, victim: str, run: Run) -> Row:
         return newest_workers(status)[victim].incarnation != before and is_idle(status)
 
     run.until(is_whole, RECOVERY_TIMEOUT_S, f"{victim} is back, and no page is in use")
-    whole_s = time.monotonic() - began_at
     kept = [pair for pair in zip(specs, records, strict=True) if not pair[0].leaves_after]
     wrong = _wrong_tokens([pair for pair in kept if not pair[1].error][:CHECKED], run)
     run.until(is_whole, RECOVERY_TIMEOUT_S, "no page is in use after answers were read again")
@@ -130,7 +129,7 @@ def play_round(load: Load, victim: str, run: Run) -> Row:
     work = work_done(records)
     return {
         "victim": victim,
-        "seconds": round(whole_s, 1),
+        "seconds": round(time.monotonic() - began_at, 1),
         "streams": len(specs),
         "left": sum(bool(each.leaves_after) for each in specs),
         "errors": sorted({each.error for each in records if each.error}),

@@ -26,7 +26,11 @@ PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
 PROFILE_RESULT = "step-profile-llama-3-8b-h100.json"
 POOLS_RESULT = "transfers-h200-x2.json"
 TRANSFERS_RESULT = "transfers-receive-h100-x2.json"
-ABLATION_RESULTS = tuple(f"ablation{arms}-h100-x2.json" for arms in ("", "-delta", "-none"))
+ABLATION_RESULTS = tuple(
+    f"ablation{run}.json"
+    for run in ("-h100-x2", "-delta-h100-x2", "-none-h100-x2", "-none-h100-x4")
+)
+REPLAY_RESULTS = tuple(f"replay{run}-h100-x4.json" for run in ("-pair", "-pair-faster", ""))
 POOL_ARMS = ("disaggregated", "aggregated")
 REGION = re.compile(r"(?s)(<!-- table: ([a-z-]+) -->\n).*?(<!-- end of table -->)")
 
@@ -156,32 +160,43 @@ def step_profile() -> str:
 
 
 def pools() -> str:
-    """The same work on two GPUs, as two pools and without a prefill worker."""
-    # The replay was not measured again when the transfers were.
-    rows = _rows_of("disaggregation-h100-x2.json") | _rows_of(POOLS_RESULT)
+    """Chats beside long prompts on two GPUs, as two pools and without a prefill worker."""
+    rows = _rows_of(POOLS_RESULT)
     figures = (
-        ("itl", "chats beside long prompts: between tokens, p50", "itl_ms_p50", "ms"),
-        ("itl", "p99", "itl_ms_p99", "ms"),
-        ("itl", "most", "itl_ms_max", "ms"),
-        ("itl", "first tokens of the long prompts, p50", "prompt_first_token_ms_p50", "ms"),
-        ("itl", "tokens of prompts and answers", "all_tokens_per_s", "per s"),
-        ("replay", "replayed trace: first tokens, p50", "ttft_ms_p50", "ms"),
-        ("replay", "first tokens, p99", "ttft_ms_p99", "ms"),
-        ("replay", "between tokens, p99", "itl_ms_p99", "ms"),
-        ("replay", "requests answered", "requests_per_s", "per s"),
-        ("replay", "prompt tokens", "prompt_tokens", ""),
-        ("replay", "of these found in caches", "hit_tokens", ""),
-        ("replay", "moved", "gb_moved", "GB"),
+        ("between tokens, p50", "itl_ms_p50", "ms"),
+        ("p99", "itl_ms_p99", "ms"),
+        ("most", "itl_ms_max", "ms"),
+        ("first tokens of the long prompts, p50", "prompt_first_token_ms_p50", "ms"),
+        ("tokens of prompts and answers", "all_tokens_per_s", "per s"),
     )
-    for arm in POOL_ARMS:
-        replay = rows[f"replay/{arm}"]
-        replay["gb_moved"] = replay["bytes_moved"] / 1e9
     return table(
         ("what", "unit", "1 + 1", "0 + 2"),
         (
-            (what, unit, *(_ms(rows[f"{kind}/{arm}"][name]) for arm in POOL_ARMS))
-            for kind, what, name, unit in figures
+            (what, unit, *(_ms(rows[f"itl/{arm}"][name]) for arm in POOL_ARMS))
+            for what, name, unit in figures
         ),
+        num_text=2,
+    )
+
+
+def replay() -> str:
+    """A trace, replayed at several paces, on pools and without prefill workers."""
+    rows = [_rows_of(name)[f"replay/{arm}"] for name in REPLAY_RESULTS for arm in POOL_ARMS]
+    figures: tuple[tuple[str, str, Callable[[Row], float]], ...] = (
+        ("requests offered", "per s", lambda row: row["offered_requests_per_s"]),
+        ("answered", "per s", lambda row: row["requests_per_s"]),
+        ("answered in time", "per s", lambda row: row["in_time_per_s"]),
+        ("first tokens, p50", "ms", lambda row: row["ttft_ms_p50"]),
+        ("p99", "ms", lambda row: row["ttft_ms_p99"]),
+        ("between tokens, p50", "ms", lambda row: row["itl_ms_p50"]),
+        ("p99", "ms", lambda row: row["itl_ms_p99"]),
+        ("prompt tokens", "millions", lambda row: row["prompt_tokens"] / 1e6),
+        ("of these found in caches", "%", lambda row: 100 * row["hit_share"]),
+        ("moved", "GB", lambda row: row["bytes_moved"] / 1e9),
+    )
+    return table(
+        ("what", "unit", *(row["cluster"].replace("+", " + ") for row in rows)),
+        ((what, unit, *(_ms(figure(row)) for row in rows)) for what, unit, figure in figures),
         num_text=2,
     )
 
@@ -353,7 +368,7 @@ def runs() -> str:
         if isinstance(where, list):
             where = f"{len(where)} x {where[0]}"
         link = f"[{path.name}](../{path.relative_to(ROOT)})"
-        commit = content.get("commit", "")
+        commit = content.get("commit", "")[:8]
         rows.append((link, where, f"`{commit}`" if commit else "", f"`{content['command']}`"))
     return table(("file", "hardware", "commit", "command"), rows, num_text=4)
 
@@ -366,6 +381,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine-step": engine_step,
     "step-profile": step_profile,
     "pools": pools,
+    "replay": replay,
     "ablation": ablation,
     "transfers": transfers,
     "decode-attention": decode_attention,

@@ -15,7 +15,7 @@ from benchmarks.stream_statistics import Row
 
 RESULTS = Path(__file__).parent / "results"
 SERVING_FILE = "serving-matrix-h200-x2.json"
-FIRST_TOKENS_FILE = "serving-matrix-h100-x2.json"  # newer; both GPUs compute equally fast
+FIRST_TOKENS_FILE = "first-tokens-h100-x4.json"  # newer; both GPUs compute equally fast
 STARTS_FILE = "ready-h100-x2.json"
 KILLS_FILE = "kills-nccl-h100-x2.json"
 MEMORY_FILE = "kills-nccl-memory-h100-x2.json"

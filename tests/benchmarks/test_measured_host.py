@@ -20,3 +20,28 @@ def test_a_result_names_files_without_folders_and_cases_in_full(
     monkeypatch.setattr("sys.argv", words)
     command = measured_host.conditions("soak", "abc")["command"]
     assert command == "python -m benchmarks.soak --cases kill/prefill/during hang/* --out a.json"
+
+
+def test_only_gpus_that_cuda_shows_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        """#!/bin/sh
+for word; do
+  case $word in
+    --id=0,3) ids="0 3" ;;
+    --id=) exit 6 ;;
+  esac
+done
+for id in ${ids:-0 1 2 3}; do echo "H100 $id, 580.1"; done
+"""
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert measured_host.num_gpus() == 4
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert measured_host.hardware()["gpus"] == ["H100 0", "H100 3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert measured_host.num_gpus() == 0
