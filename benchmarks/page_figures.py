@@ -233,10 +233,11 @@ def main() -> None:
 
 
 def _rows_and_hardware(files: Sequence[str]) -> tuple[dict[str, Row], str]:
-    """Return all rows of files by case, and where they were measured."""
+    """Return all rows of files by case, and where they were measured; one file: at which commit."""
     contents = [_content(name) for name in files]
     rows = {row["case"]: row for content in contents for row in content["cases"]}
-    return rows, "; ".join(map(hardware_of, contents))
+    where = [hardware_of(each, with_commit=len(files) == 1) for each in contents]
+    return rows, "; ".join(dict.fromkeys(where))
 
 
 def _content(name: str) -> Any:

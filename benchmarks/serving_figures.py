@@ -223,13 +223,14 @@ def main() -> None:
     print(f"{options.out}: {' '.join(figures)}", file=sys.stderr)
 
 
-def hardware_of(content: Row) -> str:
-    """Return the hardware, shape and commit of a result file, in words."""
+def hardware_of(content: Row, *, with_commit: bool = True) -> str:
+    """Return the hardware and shape of a result file, and its commit, in words."""
     found, configuration = content["hardware"], content["configuration"]
     gpus = found.get("gpus", [])
     what = f"{len(gpus)} x {gpus[0]}" if gpus else f"{found['cores']} cores, {found['machine']}"
     scale = "" if configuration["scale"] == "full" else f", scale {configuration['scale']}"
-    return f"{what}, shape {configuration['shape']}{scale}, commit {content['commit']}"
+    commit = f", commit {content['commit'][:8]}" if with_commit else ""
+    return f"{what}, shape {configuration['shape']}{scale}{commit}"
 
 
 def _ms(rows: Rows, case: str) -> float | None:
