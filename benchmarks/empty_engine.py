@@ -68,3 +68,6 @@ class EmptyEngine:
             decodes=[self._token] * len(step.decodes),
             slices=[(self._token,) * len(each.draws) for each in step.slices],
         )
+
+    def record_next(self) -> bool:
+        return False

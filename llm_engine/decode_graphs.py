@@ -15,9 +15,10 @@ Legend: R rows of the seats, T tokens of prompts, D hidden.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -26,9 +27,9 @@ from torch import Tensor
 
 from attn_kernels.sampling.launch import TokenSampler
 from attn_kernels.sampling.rows import Logprobs
-from attn_kernels.seats import bodies
 from attn_kernels.tiles import to_device
 from grammars.bits import TokenBits
+from kv_cache.layout import num_pages_for
 from llm_engine.attention_triton import TritonAttention
 from llm_engine.decode_rows import DecodeRows
 from llm_engine.decode_triton import MIN_DECODE_ROWS, least_shared_len
@@ -36,7 +37,7 @@ from llm_engine.device_batch import DeviceBatch
 from llm_engine.forward_batch import PassInputs
 from llm_engine.limits import MAX_LOGPROBS
 from llm_engine.prompt_graphs import NUM_TOKENS_BESIDE, GraphedPrompts, SentPrompts
-from llm_engine.recordings import Recordings, run_until_recorded
+from llm_engine.recordings import Recordings, loading_kernels
 from llm_engine.transformer import Decoder
 
 # Rows of a recording. With prompt tokens there are fewer sizes: each comes with several of those.
@@ -74,8 +75,19 @@ class Kind:
     draws: DrawKind
 
 
+PLAIN = DrawKind(edits_logits=False, has_logprobs=False, has_masks=False)
+
+
 class GraphedDecode:
-    """Launches steps of a device batch."""
+    """Launches steps of a device batch.
+
+    Args:
+        decoder: Computes the layers.
+        attention: The attention of the decoder.
+        batch: The seats.
+        sampler: Draws.
+        prompts: Sends prompt tokens that steps compute in the same pass; None: there are none.
+    """
 
     def __init__(
         self,
@@ -83,39 +95,60 @@ class GraphedDecode:
         attention: TritonAttention,
         batch: DeviceBatch,
         sampler: TokenSampler,
+        prompts: GraphedPrompts | None,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
         self._batch = batch
         self._sampler = sampler
+        self._prompts = prompts
         self._recordings: Recordings[Kind, DrawnRows] | None = None
+        # Rows, prompt tokens and lengths of steps whose kernels are loaded
+        self._unrecorded: deque[tuple[int, int, int]] = deque()
         # ids, positions, pages and slots of a step that has prompt tokens
         num_inputs = NUM_ROWS_BESIDE[-1] + NUM_TOKENS_BESIDE[-1]
         self._inputs = batch.seats.inputs.new_zeros((len(batch.seats.inputs), num_inputs))
         self._row_seats: tuple[int, ...] = ()  # of the last step
         self._num_same = 0  # steps with these rows since the last search for shared prefixes
 
-    def warm_up(
-        self, *, page_size: int, max_tokens: int, prompts: GraphedPrompts | None = None
-    ) -> None:
-        """Record steps of all sizes that attention's first buffers can hold; overwrites page 0.
+    def warm_up(self, *, max_tokens: int) -> None:
+        """Load kernels of steps of all sizes that attention's first buffers can hold.
+
+        No seat may be taken; none changes.
 
         Args:
-            page_size: The page size of the pool.
             max_tokens: The longest sequence.
-            prompts: If given, steps with its prompt tokens are recorded, too.
         """
-        num_seats = len(self._batch.lengths)
-        shared_len = least_shared_len(page_size) + 1
+        shared_len = least_shared_len(self._batch.seats.page_size) + 1
+        most = min(MIN_DECODE_ROWS, len(self._batch.lengths))
+        sizes = [(num_rows, 0) for num_rows in NUM_ROWS[: bisect_right(NUM_ROWS, most)]]
+        if self._prompts is not None:
+            rows_beside = NUM_ROWS_BESIDE[: bisect_right(NUM_ROWS_BESIDE, most)]
+            sizes += product(rows_beside, self._prompts.sizes_beside(max_tokens))
         kv_lens = [each for each in (1, shared_len) if each <= max_tokens]
-        for kv_len in kv_lens:
-            with self._attention.sharing_all():
-                for num_rows in NUM_ROWS[: bisect_right(NUM_ROWS, min(MIN_DECODE_ROWS, num_seats))]:
-                    self._record_rows(num_rows, kv_len)
-                for sent in prompts.any_beside(max_tokens) if prompts else ():
-                    for num_rows in NUM_ROWS_BESIDE[: bisect_right(NUM_ROWS_BESIDE, num_seats)]:
-                        self._record_rows(num_rows, kv_len, sent)
-        self._load_draws()
+        self._unrecorded = deque((*size, kv_len) for kv_len in kv_lens for size in sizes)
+        with loading_kernels():
+            for num_rows, num_prompt_tokens, kv_len in self._unrecorded:
+                self._run(
+                    num_rows, self._plan_any(num_rows, num_prompt_tokens, kv_len=kv_len), PLAIN
+                )
+            self._load_draws()
+
+    def record_next(self) -> bool:
+        """Record a step that `warm_up` has loaded, and compute none; False: all are recorded.
+
+        Changes no seat and no page. The next step is planned anew.
+        """
+        while self._unrecorded:
+            num_rows, num_prompt_tokens, kv_len = self._unrecorded.popleft()
+            prompts = self._plan_any(num_rows, num_prompt_tokens, kv_len=kv_len)
+            recordable = self._recordable(num_rows, prompts, PLAIN)
+            assert recordable is not None, "a step that was loaded takes one launch of attention"
+            recordings, kind = recordable
+            work = partial(self._work, num_rows, prompts, PLAIN)
+            if recordings.record(kind, work, num_rows=num_rows):
+                return True
+        return False
 
     def launch(
         self,
@@ -141,16 +174,21 @@ class GraphedDecode:
             self._num_same = 0
         if seats != self._row_seats:
             self._set_rows(seats)
-        self._plan(index, num_rows, prompts)
+        rows = DecodeRows(
+            kv_lens=batch.lengths[index],
+            rows=np.arange(len(index)),
+            table_starts=index * batch.page_table.shape[1],
+        )
+        self._plan(rows, batch.page_table.reshape(-1), num_rows, prompts)
         self._num_same += 1
-        rows = [row for row, seat in enumerate(seats) if seat in allowed] if allowed else []
-        if rows:
-            bits = np.stack([allowed[seats[row]] for row in rows])
-            batch.seats.set_masks(num_rows, rows, bits)
+        held = [row for row, seat in enumerate(seats) if seat in allowed] if allowed else []
+        if held:
+            bits = np.stack([allowed[seats[row]] for row in held])
+            batch.seats.set_masks(num_rows, held, bits)
         draws = DrawKind(
             edits_logits=batch.edits_logits(index),
             has_logprobs=bool((batch.num_logprobs[index] >= 0).any()),
-            has_masks=bool(rows),
+            has_masks=bool(held),
         )
         drawn = self._run(num_rows, prompts, draws)
         batch.lengths[index] += 1
@@ -164,15 +202,12 @@ class GraphedDecode:
         self._row_seats = seats
 
     def _plan(
-        self, index: npt.NDArray[np.int64], num_rows: int, prompts: SentPrompts | None
+        self,
+        rows: DecodeRows,
+        page_table: npt.NDArray[np.int32],
+        num_rows: int,
+        prompts: SentPrompts | None,
     ) -> None:
-        batch = self._batch
-        page_table = batch.page_table.reshape(-1)
-        rows = DecodeRows(
-            kv_lens=batch.lengths[index],
-            rows=np.arange(len(index)),
-            table_starts=index * batch.page_table.shape[1],
-        )
         is_next_step = 0 < self._num_same < REPLAN_STEPS
         if not is_next_step:
             self._num_same = 0
@@ -182,7 +217,7 @@ class GraphedDecode:
             positions_T=positions,
             append_page_T=append_page,
             append_offset_T=append_offset,
-            kv_page_indices=batch.seats.page_table.view(-1),
+            kv_page_indices=self._batch.seats.page_table.view(-1),
         )
         self._attention.plan_rows(inputs, rows, page_table, is_next_step=is_next_step)
         if prompts is not None:
@@ -195,12 +230,21 @@ class GraphedDecode:
         return self._inputs[:, : num_rows + prompts.size]
 
     def _run(self, num_rows: int, prompts: SentPrompts | None, draws: DrawKind) -> DrawnRows:
-        def work() -> DrawnRows:
-            return self._work(num_rows, prompts, draws)
+        """Compute the planned step."""
+        work = partial(self._work, num_rows, prompts, draws)
+        recordable = self._recordable(num_rows, prompts, draws)
+        if recordable is None:
+            return work()
+        recordings, kind = recordable
+        return recordings.run(kind, work, num_rows=num_rows)
 
+    def _recordable(
+        self, num_rows: int, prompts: SentPrompts | None, draws: DrawKind
+    ) -> tuple[Recordings[Kind, DrawnRows], Kind] | None:
+        """Return the recordings and the kind of the planned step; None: it is not recorded."""
         launches = self._attention.recordable()
         if launches is None:
-            return work()
+            return None
         buffers = (launches.buffers, self._batch.seats.marks)
         if self._recordings is None or not self._recordings.hold_for(buffers):
             self._recordings = Recordings(buffers)
@@ -211,7 +255,7 @@ class GraphedDecode:
             shares_prefixes=launches.shares_prefixes,
             draws=draws,
         )
-        return self._recordings.run(kind, work, num_rows=num_rows)
+        return self._recordings, kind
 
     def _work(self, num_rows: int, prompts: SentPrompts | None, draws: DrawKind) -> DrawnRows:
         seats = self._batch.seats
@@ -234,31 +278,25 @@ class GraphedDecode:
 
     def _load_draws(self) -> None:
         """Launch the kernels of all draws, of which most are recorded only when a request comes."""
-        with self._any_rows(1, kv_len=1):
-            self._num_same = 0
-            self._set_rows((0,))
-            self._plan(np.arange(1), 1, None)
-            for edits_logits, has_masks in product((False, True), repeat=2):
-                draws = DrawKind(edits_logits=edits_logits, has_logprobs=True, has_masks=has_masks)
-                self._work(1, None, draws)
+        self._plan_any(1, 0, kv_len=1)
+        for edits_logits, has_masks in product((False, True), repeat=2):
+            draws = DrawKind(edits_logits=edits_logits, has_logprobs=True, has_masks=has_masks)
+            self._work(1, None, draws)
 
-    def _record_rows(self, num_rows: int, kv_len: int, prompts: SentPrompts | None = None) -> None:
-        """Record a kind of step, in free seats."""
-
-        def run() -> None:
-            with self._any_rows(num_rows, kv_len):
-                self.launch(tuple(range(num_rows)), has_new=True, allowed={}, prompts=prompts)
-
-        run_until_recorded(run)
-
-    @contextmanager
-    def _any_rows(self, num_rows: int, kv_len: int) -> Iterator[None]:
-        """While entered, the first seats have sequences of a length, on page 0."""
-        batch = self._batch
-        batch.lengths[:num_rows] = kv_len
-        batch.seats.state[:num_rows, bodies.LENGTH.value] = kv_len
-        try:
-            yield
-        finally:
-            batch.lengths[:] = 0
-            batch.seats.state.zero_()
+    def _plan_any(
+        self, num_rows: int, num_prompt_tokens: int, *, kv_len: int
+    ) -> SentPrompts | None:
+        """Plan a step of sequences on page 0, whoever has the seats; return its prompt tokens."""
+        prompts = None
+        if num_prompt_tokens and self._prompts is not None:
+            prompts = self._prompts.send_any_beside(num_prompt_tokens)
+        rows = DecodeRows(
+            kv_lens=np.full(num_rows, kv_len, dtype=np.int64),
+            rows=np.arange(num_rows),
+            table_starts=np.zeros(num_rows, dtype=np.int64),
+        )
+        page_table = np.zeros(num_pages_for(kv_len, self._batch.seats.page_size), dtype=np.int32)
+        self._num_same = 0  # this and the next step are not like the one before
+        with self._attention.sharing_all():
+            self._plan(rows, page_table, num_rows, prompts)
+        return prompts

@@ -4,6 +4,8 @@ State that a step passes to the next, its tokens and pages, stays on the device 
 The host waits only for the event after the oldest unread step.
 """
 
+import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +30,9 @@ from llm_engine.sampler import ReadTokens, Sampler, read_later
 from llm_engine.sampling import SequenceSlice
 from llm_engine.slice_pass import drawn_after, draws_of, logits_of_draws
 from llm_engine.transformer import Decoder
+from observability.logs import fields
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceRunner:
@@ -58,13 +63,30 @@ class DeviceRunner:
         self._prompts = prompts
         self._page_size = storage.layout.page_size
         self._sampler = Sampler(TokenSampler)
+        self._num_recorded = 0  # passes, before they were needed
+        self._record_s = 0.0  # that this took
 
-    def warm_up(self, *, page_size: int, max_tokens: int) -> None:
-        """Record decode steps and passes of prompt tokens; overwrites page 0."""
+    def warm_up(self, *, max_tokens: int) -> None:
+        """Load the kernels of decode steps and passes of prompt tokens; overwrites page 0."""
         if self._decode is not None:
-            self._decode.warm_up(page_size=page_size, max_tokens=max_tokens, prompts=self._prompts)
+            self._decode.warm_up(max_tokens=max_tokens)
         if self._prompts is not None:
             self._prompts.warm_up(max_tokens)
+
+    def record_next(self) -> bool:
+        """Record a pass that `warm_up` has loaded; computes none, and changes no seat or page."""
+        began_at = time.monotonic()
+        if any(each.record_next() for each in (self._prompts, self._decode) if each is not None):
+            self._num_recorded += 1
+            self._record_s += time.monotonic() - began_at
+            return True
+        if self._num_recorded:
+            logger.info(
+                "passes_recorded",
+                extra=fields(passes=self._num_recorded, seconds=round(self._record_s, 2)),
+            )
+            self._num_recorded = 0
+        return False
 
     def launch(self, step: EngineStep) -> ReadResult:
         batch = build_host_batch(step.slices, self._page_size) if step.slices else None
@@ -181,5 +203,5 @@ def make_device_runner(
     )
     sampler = TokenSampler(vocab_size=config.vocab_size, max_rows=max_rows, device=storage.device)
     batch = DeviceBatch(seats, config.vocab_size)
-    decode = GraphedDecode(decoder, attention, batch, sampler)
+    decode = GraphedDecode(decoder, attention, batch, sampler, prompts)
     return DeviceRunner(storage, decoder, batch, decode, prompts)

@@ -40,8 +40,12 @@ class Runner(Protocol):
         """Begin a checked step."""
         ...
 
-    def warm_up(self, *, page_size: int, max_tokens: int) -> None:
-        """Load and record what `launch` needs; may overwrite page 0."""
+    def warm_up(self, *, max_tokens: int) -> None:
+        """Load the kernels that `launch` needs; may overwrite page 0."""
+        ...
+
+    def record_next(self) -> bool:
+        """Do what EngineLike.record_next does."""
         ...
 
 
@@ -98,6 +102,11 @@ class Engine:
         self.launch(EngineStep(slices=tuple(slices)))
         return list(self.read().slices)
 
+    def record_next(self) -> bool:
+        assert not self._launched, "read comes before a recording"
+        with torch.inference_mode(), self._on_device():
+            return self._runner.record_next()
+
     def warm_up(self) -> None:
         """Load every kernel of a pass, before traffic and before transfers; overwrites page 0.
 
@@ -107,8 +116,7 @@ class Engine:
         Loading a kernel while a transfer waits for its peer can block until that transfer ends.
         load_engine has already launched the kernels of larger or sharing batches.
         """
-        self._warm_up_runner()
-        if self._warm_up_draws() == [None]:
+        if self._launch_kernels() == [None]:
             raise InvalidLogits(
                 "no token can be drawn after tokens 0, 0, 0 of this model: the largest "
                 "logit is NaN or infinite"
@@ -116,14 +124,16 @@ class Engine:
 
     def launch_kernels(self) -> None:
         """Launch every kernel of `warm_up`, inside `compiling_ahead`: results are arbitrary."""
-        self._warm_up_draws()  # first, as it has those that take longest to compile
-        self._warm_up_runner()
+        self._launch_kernels()
 
-    def _warm_up_runner(self) -> None:
+    def _launch_kernels(self) -> list[Drawn]:
+        # First those that take longest to compile. A pass of a kind that the runner has loaded
+        # would be recorded.
+        tokens = self._warm_up_draws()
         with torch.inference_mode(), self._on_device():
-            self._runner.warm_up(
-                page_size=self.layout.page_size, max_tokens=self._max_context_tokens
-            )
+            self._runner.warm_up(max_tokens=self._max_context_tokens)
+        self.forward([])  # waits until all of it has run
+        return tokens
 
     def _warm_up_draws(self) -> list[Drawn]:
         """Draw in all ways, and move page 0; return tokens, or [None] if none can be drawn."""

@@ -37,3 +37,10 @@ class EngineLike(Protocol):
     def read(self) -> StepResult:
         """Wait for the oldest unread step; its pages and tokens are then final."""
         ...
+
+    def record_next(self) -> bool:
+        """Record a pass, so that none of its kind waits for that; False: none is left to record.
+
+        For times without work: all steps are read. Computes nothing, and changes no page.
+        """
+        ...

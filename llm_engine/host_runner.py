@@ -25,8 +25,11 @@ class HostRunner:
         self._sampler = Sampler()
         self._seats = HostSeats()
 
-    def warm_up(self, *, page_size: int, max_tokens: int) -> None:
+    def warm_up(self, *, max_tokens: int) -> None:
         """Nothing is recorded."""
+
+    def record_next(self) -> bool:
+        return False
 
     def launch(self, step: EngineStep) -> ReadResult:
         self._seats.change(step)

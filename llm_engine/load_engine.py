@@ -150,6 +150,11 @@ def load_engine(
         _compile_ahead(engine.launch_kernels, load_kernels)
         load_kernels()
     engine.warm_up()
+    if not has_own:
+        # At its first product of torch a thread makes a handle of cuBLAS, which it cannot do while
+        # it records. The thread that serves is another one.
+        while engine.record_next():
+            pass
     logger.info(
         "engine_ready",
         extra=fields(

@@ -14,7 +14,7 @@ Legend: T tokens, padded or not, D hidden.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,7 +29,7 @@ from kv_cache.layout import num_pages_for
 from llm_engine.attention_triton import TritonAttention
 from llm_engine.forward_batch import ForwardBatch, HostBatch, build_host_batch
 from llm_engine.limits import MAX_RECORDED_TOKENS
-from llm_engine.recordings import Recordings, run_until_recorded
+from llm_engine.recordings import Recordings, loading_kernels
 from llm_engine.sampling import SequenceSlice
 from llm_engine.transformer import Decoder
 
@@ -95,17 +95,31 @@ class GraphedPrompts:
         self._borders = sent[self._first_border : self._first_border + MAX_SLICES + 1]
         self._pages = sent[self._first_page :]
         self._recordings: Recordings[int, Tensor] = Recordings(())
+        self._unrecorded: list[int] = []  # sizes whose kernels are loaded
 
     def warm_up(self, max_tokens: int) -> None:
-        """Record passes of all sizes, up to a sequence length; overwrites page 0."""
-        # The largest first: the others fit into its working memory.
-        for size in reversed(self._sizes[: bisect_right(self._sizes, max_tokens)]):
-            run_until_recorded(partial(self.hidden_states, self._any_batch(size)))
+        """Load kernels of passes of all sizes, up to a sequence length; overwrites page 0."""
+        self._unrecorded = list(self._sizes[: bisect_right(self._sizes, max_tokens)])
+        with loading_kernels():
+            for size in reversed(self._unrecorded):  # the others fit into the memory of the largest
+                self.hidden_states(self._any_batch(size))
 
-    def any_beside(self, max_tokens: int) -> Iterator[SentPrompts]:
-        """Yield a batch of each size that steps which decode compute beside; on page 0."""
-        sizes = NUM_TOKENS_BESIDE[: bisect_right(NUM_TOKENS_BESIDE, max_tokens)]
-        yield from (self.send_beside(self._any_batch(size)) for size in sizes)
+    def record_next(self) -> bool:
+        """Record a pass that `warm_up` has loaded, and compute none; False: all are recorded."""
+        while self._unrecorded:
+            size = self._unrecorded.pop()  # the largest, likewise
+            work = self._plan(self._any_batch(size), size)
+            if self._recordings.record(size, work, num_rows=size):
+                return True
+        return False
+
+    def sizes_beside(self, max_tokens: int) -> tuple[int, ...]:
+        """Return the sizes of passes that decode as well, up to a sequence length."""
+        return NUM_TOKENS_BESIDE[: bisect_right(NUM_TOKENS_BESIDE, max_tokens)]
+
+    def send_any_beside(self, size: int) -> SentPrompts:
+        """Send a batch of a size on page 0, as `send_beside` does."""
+        return self.send_beside(self._any_batch(size))
 
     def takes(self, batch: HostBatch) -> bool:
         """Return whether a batch has only prompt tokens, and few enough."""
@@ -127,12 +141,7 @@ class GraphedPrompts:
         """Compute a batch that `takes` accepts; return [T, D], valid until the next call."""
         num_tokens = batch.of_tokens.shape[1]
         size = self._sizes[bisect_left(self._sizes, num_tokens)]
-        sent = self._send(batch, size)
-        self._attention.plan_prompts(sent, self._prefill)
-
-        def work() -> Tensor:
-            return self._decoder.run_layers(sent.token_ids_T)
-
+        work = self._plan(batch, size)
         return self._recordings.run(size, work, num_rows=size)[:num_tokens]
 
     def send_beside(self, batch: HostBatch) -> SentPrompts:
@@ -141,6 +150,12 @@ class GraphedPrompts:
         size = NUM_TOKENS_BESIDE[bisect_left(NUM_TOKENS_BESIDE, num_tokens)]
         sent = self._send(batch, size)
         return SentPrompts(batch=sent, inputs=self._tokens[:, :size], prefill=self._prefill)
+
+    def _plan(self, batch: HostBatch, size: int) -> Callable[[], Tensor]:
+        """Send and plan a batch; return what computes it."""
+        sent = self._send(batch, size)
+        self._attention.plan_prompts(sent, self._prefill)
+        return partial(self._decoder.run_layers, sent.token_ids_T)
 
     def _any_batch(self, size: int) -> HostBatch:
         prompt = SequenceSlice(

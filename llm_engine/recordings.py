@@ -5,7 +5,8 @@ fixed addresses.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Generic, TypeVar
 
@@ -56,26 +57,21 @@ def needs_results() -> bool:
     return not (only_compiles() or _only_loads.get())
 
 
-def run_until_recorded(run: Callable[[], object]) -> None:
-    """Have work launched for its kernels, then recorded; where it compiles, once.
-
-    Args:
-        run: Calls `Recordings.run`; results are arbitrary.
-    """
+@contextmanager
+def loading_kernels() -> Iterator[None]:
+    """While entered, work of this thread is launched for its kernels; results are arbitrary."""
     token = _only_loads.set(True)
     try:
-        run()
+        yield
     finally:
         _only_loads.reset(token)
-    if not only_compiles():
-        run()
 
 
 class Recordings(Generic[Kind, Result]):
     """Recordings of work by kind, valid as long as the buffers whose addresses they contain.
 
     The first work of a kind is launched kernel by kernel, which loads the kernels; the second one
-    is recorded. Work that only loads kernels never is.
+    is recorded, unless `record` has done that before. Work that only loads kernels never is.
 
     Args:
         buffers: Objects whose addresses recordings contain, besides those that never change.
@@ -104,7 +100,23 @@ class Recordings(Generic[Kind, Result]):
             result = work()
             self._repeats.setdefault(kind, None)
             return result
-        repeat = self._repeats[kind]
+        return self._recorded(kind, work, num_rows)()
+
+    def record(self, kind: Kind, work: Callable[[], Result], *, num_rows: int) -> bool:
+        """Record work, and do none of it; return False if its kind is already recorded.
+
+        Args:
+            kind, work, num_rows: As those of `run`; the kernels are loaded.
+        """
+        if self._repeats.get(kind) is not None:
+            return False
+        self._recorded(kind, work, num_rows)
+        return True
+
+    def _recorded(
+        self, kind: Kind, work: Callable[[], Result], num_rows: int
+    ) -> Callable[[], Result]:
+        repeat = self._repeats.get(kind)
         if repeat is None:
             try:
                 repeat = self._record(work)
@@ -112,4 +124,4 @@ class Recordings(Generic[Kind, Result]):
                 logger.warning("step_not_recorded", extra=fields(rows=num_rows))
                 repeat = work
             self._repeats[kind] = repeat
-        return repeat()
+        return repeat

@@ -31,6 +31,10 @@ class EngineExecutor(Protocol):
         """Do what EngineLike.read does."""
         ...
 
+    async def record_next(self) -> bool:
+        """Do what EngineLike.record_next does."""
+        ...
+
 
 class ThreadExecutor:
     """Runs calls one after the other, in the order in which they were made; exceptions propagate.
@@ -66,6 +70,9 @@ class ThreadExecutor:
 
     async def read(self) -> StepResult:
         return await self._run(self._engine.read)
+
+    async def record_next(self) -> bool:
+        return await self._run(self._engine.record_next)
 
     def close(self) -> None:
         """End the thread after the calls made so far; wait for that, but for none that hangs."""

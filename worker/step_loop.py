@@ -146,7 +146,7 @@ MakeProbe = Callable[[], AbstractContextManager[SequenceSlice | None]]
 
 
 class StepLoop(Generic[PlanT, WorkT, ProgressT]):
-    """One task; while nothing can be computed it waits to be woken.
+    """One task; while nothing can be computed it records passes, and then waits to be woken.
 
     Args:
         scheduler: Makes plans and takes their outcome.
@@ -184,6 +184,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         self._unsettled: deque[PlanT] = deque()  # oldest first
         self._launched_at: deque[float] = deque()  # of them, the oldest
         self._read_at = 0.0  # when the last step ended
+        self._has_unrecorded = True  # passes, as far as is known
 
     async def run(self) -> None:
         """Step until cancelled; launched steps then end, and their results are dropped.
@@ -206,12 +207,23 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
                     await self._settle_oldest()
                 elif plan.is_partial:
                     await asyncio.sleep(0)
+                elif self._has_unrecorded:
+                    await self._record_next()
                 else:
                     await self._wake.wait()
         finally:
             await self._drop_launched()
             for plan in self._unsettled:
                 self._scheduler.fail_step(plan)
+
+    async def _record_next(self) -> None:
+        """Record one pass: new work waits for no more than that."""
+        try:
+            self._has_unrecorded = await self._executor.record_next()
+        except Exception as error:
+            self._has_unrecorded = False  # all others are recorded when they come
+            logger.error("recording_failed", exc_info=error)
+            await self._judge(error)
 
     async def _begin(self, plan: PlanT) -> None:
         """Launch a plan, and settle the plans that must be settled before the next is made."""

@@ -272,6 +272,14 @@ def recording(engine: Engine, *, num_seats: int, **options: Any) -> Engine:
     return Engine(engine.config, engine.storage, engine.decoder, runner)
 
 
+def record_all(engine: Engine) -> int:
+    """Record what is not, as a worker does while nothing is to be computed; return how much."""
+    num_recorded = 0
+    while engine.record_next():
+        num_recorded += 1
+    return num_recorded
+
+
 def runner_of(engine: Engine) -> DeviceRunner:
     assert isinstance(engine._runner, DeviceRunner)
     return engine._runner

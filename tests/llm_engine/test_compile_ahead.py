@@ -24,7 +24,7 @@ from llm_engine import (
 )
 from llm_engine.engine import Engine
 from llm_engine.errors import InvalidLogits
-from tests.llm_engine.driver import recording, small_engine
+from tests.llm_engine.driver import record_all, recording, small_engine
 from tests.support.compile_driver import compile_driver
 from tests.support.log_records import records_of
 from tests.support.triton_interpreter import interpreted
@@ -83,6 +83,7 @@ def test_a_warm_up_compiles_nothing_that_was_not_compiled_ahead(
     load_kernels()
     with suppress(InvalidLogits):  # nothing has run: any tokens are drawn
         engine.warm_up()
+    record_all(engine)
 
     ahead = {source for source, is_ahead in compiled if is_ahead}
     later = {source for source, is_ahead in compiled if not is_ahead}

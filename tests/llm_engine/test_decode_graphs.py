@@ -6,7 +6,6 @@ Expected is what the same engine draws step by step, the host knowing each token
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from llm_engine.sampling import SamplingParams
 from tests.llm_engine.driver import (
     DrivenSequence,
     assert_equal,
+    record_all,
     recording,
     results_of,
     runner_of,
@@ -314,7 +314,7 @@ def test_a_kind_of_step_is_recorded_only_after_one_has_run(
 
 
 @pytest.mark.parametrize("num_pages", [17, 16])
-def test_steps_of_all_sizes_are_recorded_before_service(
+def test_steps_of_all_sizes_are_loaded_at_the_start_and_recorded_later(
     engine: Engine,
     recorders: list[LaunchRecorder],
     monkeypatch: pytest.MonkeyPatch,
@@ -326,26 +326,56 @@ def test_steps_of_all_sizes_are_recorded_before_service(
     recorded = ahead(engine)
     sequences = [sequence([index] * 3, [20 + index], 4) for index in range(4)]
     expected = results_of(engine, sequences)
+    engine.storage.pages.zero_()
 
-    decode_of(recorded).warm_up(page_size=16, max_tokens=16 * num_pages)
+    decode_of(recorded).warm_up(max_tokens=16 * num_pages)
 
     (recorder,) = recorders
-    assert recorder.num_recorded == (4 if num_pages == 17 else 2)  # too short to share else
+    assert recorder.num_recorded == 0
+    num_kinds = record_all(recorded)
+    assert num_kinds == (4 if num_pages == 17 else 2)  # too short to share else
+    assert (recorder.num_recorded, recorder.num_repeated) == (num_kinds, 0)
     assert_equal(results_of(recorded, sequences), expected)
-    assert recorder.num_repeated == recorder.num_recorded + 3
+    assert (recorder.num_recorded, recorder.num_repeated) == (num_kinds, 3)
 
 
-def test_a_warm_up_that_fails_leaves_no_sequence_in_a_seat(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_comes_before_its_recording_is_recorded_at_once(
+    engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = decode_of(ahead(engine))
-    monkeypatch.setattr(decode, "launch", MagicMock(side_effect=torch.OutOfMemoryError))
+    monkeypatch.setattr(decode_graphs, "NUM_ROWS", (2, 4, 8))
+    monkeypatch.setattr(device_runner, "NUM_ROWS", (2, 4, 8))
+    recorded = ahead(engine)
+    sequences = [sequence([index] * 3, [20 + index], 4) for index in range(4)]
+    expected = results_of(engine, sequences)
+    decode_of(recorded).warm_up(max_tokens=16)
 
-    with pytest.raises(torch.OutOfMemoryError):
-        decode.warm_up(page_size=16, max_tokens=16)
+    assert_equal(results_of(recorded, sequences), expected)
 
-    assert not decode._batch.lengths.any()
-    assert not decode._batch.seats.state.any()
+    (recorder,) = recorders
+    assert (recorder.num_recorded, recorder.num_repeated) == (1, 3)
+    assert record_all(recorded) == 2  # those of two and eight rows
+    assert recorder.num_recorded == 3
+
+
+def test_what_is_recorded_after_buffers_have_grown_holds_for_the_new_ones(
+    engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_graphs, "NUM_ROWS", (2, 4, 8))
+    monkeypatch.setattr(device_runner, "NUM_ROWS", (2, 4, 8))
+    recorded = ahead(engine)
+    sequences = [sequence([index] * 3, [20 + index], 4) for index in range(2)]
+    expected = results_of(engine, sequences)
+    decode_of(recorded).warm_up(max_tokens=16)
+    assert recorded.record_next()
+    engine.decoder._attention._decode._grow_for(257, 1)  # type: ignore[attr-defined]
+
+    assert record_all(recorded) == 2
+
+    assert [each.num_recorded for each in recorders] == [1, 2]
+    for _ in range(2):  # of two rows, whose recording held for the old ones
+        assert_equal(results_of(recorded, sequences), expected)
+    assert [each.num_recorded for each in recorders] == [1, 3]
+    assert recorders[0].num_repeated == 0
 
 
 def test_a_step_that_memory_does_not_suffice_to_record_is_launched_as_before(

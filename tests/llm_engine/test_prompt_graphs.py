@@ -21,6 +21,7 @@ from prefill_worker.config import PrefillConfig
 from tests.llm_engine.driver import (
     DrivenSequence,
     assert_equal,
+    record_all,
     recording,
     results_of,
     runner_of,
@@ -141,7 +142,7 @@ def test_what_does_not_fit_is_launched_kernel_by_kernel(
     assert recorder.num_recorded == 0
 
 
-def test_passes_of_all_sizes_are_recorded_before_service(
+def test_passes_of_all_sizes_are_loaded_at_the_start_and_recorded_later(
     engine: Engine, recorders: list[LaunchRecorder]
 ) -> None:
     ahead = recording(engine, num_seats=0)
@@ -149,14 +150,16 @@ def test_passes_of_all_sizes_are_recorded_before_service(
 
     with patch.object(Decoder, "_attend", autospec=True, side_effect=Decoder._attend) as attend:
         prompts_of(ahead).warm_up(max_tokens=31)
+        (recorder,) = recorders
+        assert recorder.num_recorded == 0
+        assert record_all(ahead) == 2  # 32 tokens are more than a sequence may have
 
-    (recorder,) = recorders
-    assert recorder.num_recorded == 2  # 32 tokens are more than a sequence may have
-    # One layer loads the kernels; then both are recorded, and repeated.
-    assert [call.args[1] for call in attend.call_args_list] == 2 * [0, *(0, 1), *(0, 1)]
+    # One layer loads the kernels of each; later both are recorded, and computed by nobody.
+    assert [call.args[1] for call in attend.call_args_list] == [0, 0, *(0, 1), *(0, 1)]
+    assert (recorder.num_recorded, recorder.num_repeated) == (2, 0)
     for size, each in zip(SIZES, expected, strict=True):
         assert_equal(results_of(ahead, sequences_of(size)), each)
-    assert recorder.num_repeated == 4
+    assert (recorder.num_recorded, recorder.num_repeated) == (2, 2)
 
 
 def test_a_pass_that_only_loads_kernels_is_not_recorded_though_its_size_has_run(
@@ -184,7 +187,7 @@ def test_no_pass_of_more_tokens_than_a_step_has_is_recorded(
 
     prompts.warm_up(max_tokens=100)
 
-    assert sizes == [16, 16, 4, 4]  # 10 are padded to 16; launched, then recorded
+    assert sizes == [16, 4]  # 10 are padded to 16
     assert not prompts.takes(prompts._any_batch(17))
 
 

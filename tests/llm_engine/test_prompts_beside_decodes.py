@@ -24,6 +24,7 @@ from llm_engine.sampling import SamplingParams
 from tests.llm_engine.driver import (
     DrivenSequence,
     assert_equal,
+    record_all,
     recording,
     results_of,
     runner_of,
@@ -175,7 +176,7 @@ def test_a_mask_holds_beside_prompt_tokens_where_seats_are_fewer_than_rows_of_a_
     assert set(passes.sizes) == {(1 + 4,)}
 
 
-def test_passes_of_all_sizes_are_recorded_before_service(
+def test_passes_of_all_sizes_are_loaded_at_the_start_and_recorded_later(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_graphs, "NUM_ROWS", ROWS)
@@ -185,11 +186,13 @@ def test_passes_of_all_sizes_are_recorded_before_service(
     passes = Passes(engine, monkeypatch, num_seats=8)
     runner = runner_of(passes.engine)
 
-    runner.warm_up(page_size=PAGE_SIZE, max_tokens=40)
+    runner.warm_up(max_tokens=40)
 
     _, of_decodes = recorders
-    num_recorded = of_decodes.num_recorded
-    assert num_recorded == len(ROWS) * (1 + len(TOKENS))  # too short to share
+    assert [each.num_recorded for each in recorders] == [0, 0]
+    num_recorded = len(ROWS) * (1 + len(TOKENS))  # too short to share
+    assert record_all(passes.engine) == 1 + num_recorded
+    assert [each.num_recorded for each in recorders] == [1, num_recorded]
     assert runner._decode is not None
     assert runner._decode._recordings is not None
     kinds: list[Kind] = list(runner._decode._recordings._repeats)
@@ -198,3 +201,4 @@ def test_passes_of_all_sizes_are_recorded_before_service(
     }
     assert_equal(results_of(passes.engine, sequences, chunk_size=4), expected)
     assert of_decodes.num_recorded == num_recorded
+    assert of_decodes.num_repeated > 0

@@ -15,9 +15,11 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from llm_engine import prompt_graphs, recordings
+from llm_engine.attention_triton import TritonAttention
+from llm_engine.decode_triton import MAX_DECODE_ROWS, MAX_DECODE_TOKENS
 from llm_engine.forward_batch import ALIGNMENT_BYTES
 from llm_engine.sampling import SamplingParams
-from tests.llm_engine.driver import DrivenSequence, recording, run, small_engine
+from tests.llm_engine.driver import DrivenSequence, record_all, recording, run, small_engine
 from tests.support.triton_interpreter import interpreted
 
 SIZES = (4, 16, 32)  # of recorded passes
@@ -78,6 +80,7 @@ def variant_of(kernel: JITFunction, args: tuple[Any, ...], options: dict[str, An
     return *found, *sorted(launch.items())
 
 
+@pytest.mark.parametrize("has_grown", [False, True], ids=["", "grown"])
 @pytest.mark.parametrize(("num_seats", "num_drawn"), [(0, 1), (5, 2)])
 def test_no_later_pass_needs_a_kernel_that_was_not_launched(
     tmp_path: Path,
@@ -85,11 +88,19 @@ def test_no_later_pass_needs_a_kernel_that_was_not_launched(
     monkeypatch: pytest.MonkeyPatch,
     num_seats: int,
     num_drawn: int,
+    has_grown: bool,
 ) -> None:
     monkeypatch.setattr(prompt_graphs, "NUM_TOKENS", SIZES)
     engine = recording(small_engine(tmp_path), num_seats=num_seats)
+    attention = engine.decoder._attention
+    assert isinstance(attention, TritonAttention)
+    attention.load_kernels()
     engine.warm_up()
     warm = set(variants)
+    if has_grown:
+        attention._decode._grow_for(MAX_DECODE_ROWS, MAX_DECODE_TOKENS)
+    assert record_all(engine) > 0
+    assert not variants - warm
 
     # Recorded passes and others: of few and many tokens, of drawn ones, of several slices.
     for lengths in ((5, 1, 3), (31,), (33,), (47, 2, 1), (1,) * 5):

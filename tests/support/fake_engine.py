@@ -254,6 +254,9 @@ class FakeEngine:
         self._seats.take(step.decodes, decodes)
         return StepResult(decodes=decodes, slices=drawn[num_decodes:], reads=self._reads(slices))
 
+    def record_next(self) -> bool:
+        return False
+
     def forward(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
         """Compute slices in one pass and draw."""
         for each in slices:

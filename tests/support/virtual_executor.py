@@ -85,6 +85,9 @@ class VirtualExecutor:
         finally:
             self._running.popleft()
 
+    async def record_next(self) -> bool:
+        return self.fake_engine.record_next()
+
     async def _run(
         self, step: EngineStep, before: "asyncio.Task[StepResult] | None", seconds: float
     ) -> StepResult:

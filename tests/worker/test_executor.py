@@ -74,6 +74,23 @@ def test_the_loop_runs_on_while_a_step_is_waited_for() -> None:
     assert engine.thread_names == {"engine"}
 
 
+def test_passes_are_recorded_in_the_thread_of_the_engine() -> None:
+    engine = GatedEngine()
+    answers = [True, False]
+
+    def record_next() -> bool:
+        engine.thread_names.add(threading.current_thread().name)
+        return answers.pop(0)
+
+    engine.record_next = record_next  # type: ignore[method-assign]
+    executor = ThreadExecutor(engine, max_call_s=60.0)
+
+    assert asyncio.run(executor.record_next())
+    assert not asyncio.run(executor.record_next())
+    executor.close()
+    assert engine.thread_names == {"engine"}
+
+
 @pytest.mark.parametrize(
     ("failure", "told"),
     [

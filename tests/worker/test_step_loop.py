@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from worker.wake import Wake
 
 PROBE: Any = "probe"
 AGAIN: Any = "again"
+RECORDING = "recording"
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class World:
         self.done: list[str] = []
         self.failures: dict[str, WorkerError] = {}
         self.has_page = True
+        self.num_unrecorded = 0
+        self.num_asked = 0  # times to record
         self.wake = Wake()
         self.loop: StepLoop[Plan, Request, str] = StepLoop(
             scheduler=self,
@@ -167,6 +170,16 @@ class World:
             raise self.error
         drawn: Any = [() if each in self.undrawn else (1,) for each in names]
         return StepResult(decodes=(), slices=drawn)
+
+    async def record_next(self) -> bool:
+        assert not self.launched, "a step may still run"
+        self.num_asked += 1
+        await asyncio.sleep(0)
+        if self.num_unrecorded == 0:
+            return False
+        self.passes.append([RECORDING])
+        self.num_unrecorded -= 1
+        return True
 
     @contextmanager
     def probe(self) -> Iterator[Any]:
@@ -381,3 +394,110 @@ def test_without_a_page_to_probe_with_failures_in_a_row_end_the_worker() -> None
     world.bad = {"r2"}
     with pytest.raises(EngineLost):
         run(world)
+
+
+@asynccontextmanager
+async def idle_loop(world: World) -> AsyncIterator[asyncio.Task[None]]:
+    """Step beside the test, until it ends or cancels the task."""
+    stepping = asyncio.create_task(world.loop.run())
+    yield stepping
+    stepping.cancel()
+    await asyncio.wait({stepping})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def arrive(world: World, name: str) -> None:
+    world.left.append(Request(name))
+    world.wake.set()
+
+
+def test_a_request_waits_for_one_recording_at_most_and_all_are_made_once() -> None:
+    async def scenario() -> World:
+        world = World(1)
+        world.num_unrecorded = 3
+
+        async def record_next() -> bool:
+            if world.num_asked == 1:  # the second
+                arrive(world, "during")
+            return await World.record_next(world)
+
+        world.record_next = record_next  # type: ignore[method-assign]
+        async with idle_loop(world):
+            await until(lambda: world.num_asked == 4)
+            arrive(world, "later")
+            await until(lambda: not world.left)
+            world.wake.set()
+            await asyncio.sleep(0.01)
+        return world
+
+    world = asyncio.run(scenario())
+
+    assert world.passes == [["r0"], [RECORDING], [RECORDING], ["during"], [RECORDING], ["later"]]
+    assert world.num_asked == 4, "the last one was told that none is left"
+
+
+def test_no_pass_is_recorded_while_a_step_runs() -> None:
+    world = World(6, most=2, max_launched=2)
+    world.num_unrecorded = 1
+    run(world)
+
+    assert world.passes == [["r0", "r1"], ["r2", "r3"], ["r4", "r5"]]
+
+
+def test_cancelled_while_it_records_the_loop_ends() -> None:
+    async def scenario() -> None:
+        world = World(0)
+        begun = asyncio.Event()
+
+        async def record_next() -> bool:
+            begun.set()
+            return await asyncio.Future()
+
+        world.record_next = record_next  # type: ignore[method-assign]
+        async with idle_loop(world) as stepping:
+            await begun.wait()
+            stepping.cancel()
+            await asyncio.wait({stepping}, timeout=10)
+            assert stepping.cancelled()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [(RuntimeError("injected"), False), (AcceleratorError("x"), True), (EngineHangs("x"), True)],
+)
+def test_a_recording_that_fails_ends_the_worker_only_if_its_engine_no_longer_computes(
+    error: Exception, is_lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> World:
+        world = World(0)
+        world.num_unrecorded = 2
+
+        async def record_next() -> bool:
+            await World.record_next(world)
+            raise error
+
+        world.record_next = record_next  # type: ignore[method-assign]
+        async with idle_loop(world) as stepping:
+            await until(lambda: world.num_asked > 0)
+            arrive(world, "later")
+            await until(lambda: stepping.done() or not world.left)
+            if stepping.done():
+                stepping.result()
+        return world
+
+    if is_lost:
+        with pytest.raises(EngineLost):
+            asyncio.run(scenario())
+    else:
+        world = asyncio.run(scenario())
+        assert world.passes == [[RECORDING], [PROBE], ["later"]]
+        assert world.num_asked == 1, "it fails again and again"
+        assert world.failures == {}
+    assert [each.message for each in caplog.records] == ["recording_failed"]
