@@ -42,6 +42,10 @@ from worker.wake import Wake
 
 logger = logging.getLogger(__name__)
 
+IDLE_S = (
+    0.5  # without a step, before passes are recorded: requests that come in turns wait for none
+)
+
 
 class Work(Protocol):
     """A request or a prompt that a step computes for."""
@@ -183,7 +187,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         self._num_failed = 0  # passes since the last that succeeded
         self._unsettled: deque[PlanT] = deque()  # oldest first
         self._launched_at: deque[float] = deque()  # of them, the oldest
-        self._read_at = 0.0  # when the last step ended
+        self._read_at = 0.0  # when the last step ended, or the loop began
         self._has_unrecorded = True  # passes, as far as is known
 
     async def run(self) -> None:
@@ -192,6 +196,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         Raises:
             EngineLost: The engine no longer computes.
         """
+        self._read_at = asyncio.get_running_loop().time()
         try:
             while True:
                 if self._unsettled and self._wake.is_in_burst:
@@ -208,13 +213,22 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
                 elif plan.is_partial:
                     await asyncio.sleep(0)
                 elif self._has_unrecorded:
-                    await self._record_next()
+                    if not await self._is_woken_by(self._read_at + IDLE_S):
+                        await self._record_next()
                 else:
                     await self._wake.wait()
         finally:
             await self._drop_launched()
             for plan in self._unsettled:
                 self._scheduler.fail_step(plan)
+
+    async def _is_woken_by(self, moment: float) -> bool:
+        try:
+            async with asyncio.timeout_at(moment):
+                await self._wake.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def _record_next(self) -> None:
         """Record one pass: new work waits for no more than that."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from llm_engine.engine_step import EngineStep, StepResult
+from worker import step_loop
 from worker.errors import (
     Draining,
     EngineFailed,
@@ -24,6 +25,11 @@ from worker.wake import Wake
 PROBE: Any = "probe"
 AGAIN: Any = "again"
 RECORDING = "recording"
+
+
+@pytest.fixture(autouse=True)
+def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_loop, "IDLE_S", 0.01)
 
 
 @dataclass(frozen=True)
@@ -439,6 +445,31 @@ def test_a_request_waits_for_one_recording_at_most_and_all_are_made_once() -> No
 
     assert world.passes == [["r0"], [RECORDING], [RECORDING], ["during"], [RECORDING], ["later"]]
     assert world.num_asked == 4, "the last one was told that none is left"
+
+
+def test_nothing_is_recorded_between_requests_that_come_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_loop, "IDLE_S", 0.2)
+
+    async def scenario() -> World:
+        world = World(0)
+        world.num_unrecorded = 1
+        began_at = asyncio.get_running_loop().time()
+        async with idle_loop(world):
+            for number in range(8):
+                await asyncio.sleep(0.03)
+                arrive(world, f"r{number}")
+                await until(lambda: not world.left)
+            answered_at = asyncio.get_running_loop().time()
+            await until(lambda: world.num_asked == 2)
+            assert asyncio.get_running_loop().time() - answered_at > 0.1
+        assert answered_at - began_at > 0.2
+        return world
+
+    world = asyncio.run(scenario())
+
+    assert world.passes == [*([f"r{number}"] for number in range(8)), [RECORDING]]
 
 
 def test_no_pass_is_recorded_while_a_step_runs() -> None:
