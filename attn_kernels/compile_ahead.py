@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 Compilations = dict[tuple[object, str], Callable[[], object]]  # by function and specialization
@@ -40,6 +42,30 @@ def hash_compiler() -> None:
     from triton.runtime.cache import triton_key
 
     triton_key()
+
+
+def marker_of(*facts: object) -> Path:
+    """Return a path in Triton's cache that is to exist once all that a start needs is compiled.
+
+    Launching everything twice takes most of a second, even if nothing is left to compile. The path
+    changes with whatever may change what is compiled. A marker that wrongly exists costs time:
+    kernels are then compiled one by one.
+
+    Args:
+        facts: What launches depend on besides code, Triton and the current device, by their repr.
+    """
+    import torch
+    from triton import knobs
+    from triton.runtime.cache import triton_key
+
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    compiler = (triton_key(), device.name, device.multi_processor_count)
+    digest = sha256(repr((compiler, facts)).encode())
+    root = Path(__file__).resolve().parent.parent
+    for folder in ("attn_kernels", "llm_engine"):
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return Path(knobs.cache.dir) / f"pagewire-{digest.hexdigest()[:32]}"
 
 
 @contextmanager

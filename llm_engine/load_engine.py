@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_kernels.compile_ahead import compiling_ahead, hash_compiler
+from attn_kernels.compile_ahead import compiling_ahead, hash_compiler, marker_of
 from attn_kernels.tiles import to_device
 from kv_cache.layout import DTYPE_BYTES, KVLayout
 from kv_cache.torch_storage import CopyKernel, DigestKernel, TorchPageStorage
@@ -147,9 +147,14 @@ def load_engine(
     engine = Engine(config, storage, decoder, runner)
     if launches_kernels:
         load_kernels = partial(_load_kernels, backend, weights if has_own else None, device)
-        _compile_ahead(engine.launch_kernels, load_kernels)
-        load_kernels()
-    engine.warm_up()
+        with torch.cuda.device(device):
+            marker = marker_of(
+                *(config, dtype_name, deterministic, page_size, num_seats, max_step_tokens),
+                num_pages % 16,  # Triton compiles separately for multiples of 16
+            )
+        _compile_and_load(engine, load_kernels, marker)
+    else:
+        engine.warm_up()
     if not has_own:
         # At its first product of torch a thread makes a handle of cuBLAS, which it cannot do while
         # it records. The thread that serves is another one.
@@ -164,6 +169,18 @@ def load_engine(
         ),
     )
     return engine
+
+
+def _compile_and_load(engine: Engine, load_kernels: Callable[[], None], marker: Path) -> None:
+    """Load all kernels; compile them in parallel before, unless a marker says that they are."""
+    if not marker.exists():
+        _compile_ahead(engine.launch_kernels, load_kernels)
+    load_kernels()
+    engine.warm_up()
+    try:
+        marker.touch()
+    except OSError as error:  # the next start looks for something to compile again
+        logger.warning("not_marked_as_compiled", extra=fields(error=repr(error)))
 
 
 def _compile_ahead(*launches: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from attn_kernels.compile_ahead import only_compiles
+from attn_kernels.compile_ahead import marker_of, only_compiles
 from attn_kernels.debug_checks import debug
 from attn_kernels.pages import launch_digest  # noqa: F401  # else it stays interpreted
 from llm_engine import (
@@ -116,6 +116,59 @@ def test_a_start_goes_on_where_kernels_cannot_be_compiled_ahead(
     assert record.levelno == logging.WARNING
     assert record.getMessage() == "not_compiled_ahead"
     assert "no memory" in vars(record)["fields"]["error"]
+
+
+def test_a_start_looks_for_what_to_compile_until_one_has_compiled_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    engine: Any = SimpleNamespace(
+        launch_kernels=partial(calls.append, "launch"), warm_up=partial(calls.append, "warm up")
+    )
+    monkeypatch.setattr(load_engine, "_compile_ahead", lambda *_: calls.append("compile"))
+    marker = tmp_path / "marker"
+
+    def start() -> list[str]:
+        calls.clear()
+        load_engine._compile_and_load(engine, partial(calls.append, "load"), marker)
+        return calls
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "warm_up", raise_invalid_logits)
+        with pytest.raises(InvalidLogits):
+            start()
+    assert start() == ["compile", "load", "warm up"]
+    assert start() == ["load", "warm up"]
+
+
+def raise_invalid_logits() -> None:
+    raise InvalidLogits("injected")
+
+
+def test_a_start_goes_on_where_it_cannot_mark_what_is_compiled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine: Any = SimpleNamespace(launch_kernels=lambda: None, warm_up=lambda: None)
+    load_engine._compile_and_load(engine, lambda: None, tmp_path / "no folder" / "marker")
+    assert "not_marked_as_compiled" in caplog.messages
+
+
+def test_another_model_device_or_compiler_has_another_marker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = SimpleNamespace(name="H100", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(triton.runtime.cache, "triton_key", lambda: "3.6")
+    found = [marker_of("model", 1), marker_of("model", 2)]
+    device.multi_processor_count = 114
+    found.append(marker_of("model", 1))
+    monkeypatch.setattr(triton.runtime.cache, "triton_key", lambda: "3.7")
+    found.append(marker_of("model", 1))
+
+    assert len(set(found)) == len(found)
+    assert found[-1] == marker_of("model", 1)
+    assert {each.parent for each in found} == {Path(triton.knobs.cache.dir)}
 
 
 def test_an_engine_on_a_cpu_compiles_nothing_ahead(
