@@ -24,22 +24,39 @@ MEET_S = 5.0  # for one call
 
 
 class Introductions:
-    """Follows the registry; one call at a time to each decode worker."""
+    """Follows the registry; one call at a time to each decode worker, which delays no other."""
 
     def __init__(self, registry: WorkerRegistry) -> None:
         self._registry = registry
         self._told: dict[Worker, frozenset[WorkerMember]] = {}  # decode worker |-> known to it
+        self._called: set[Worker] = set()  # decode workers that are being told
 
     async def run(self) -> None:
         """Introduce until cancelled."""
-        async for _ in self._registry.changes(REFRESH_S):
-            prefills = frozenset(worker.member for worker in self._registry.ready("prefill"))
-            decodes = self._registry.serving("decode")
-            self._told = {each: told for each, told in self._told.items() if each in decodes}
-            due = [each for each in decodes if self._told.get(each, frozenset()) != prefills]
-            await asyncio.gather(*(self._introduce(each, prefills) for each in due))
+        async with asyncio.TaskGroup() as calls:
+            async for _ in self._registry.changes(REFRESH_S):
+                decodes = self._registry.serving("decode")
+                self._told = {each: told for each, told in self._told.items() if each in decodes}
+                for worker in decodes:
+                    if worker not in self._called:
+                        self._called.add(worker)
+                        calls.create_task(self._introduce(worker))
 
-    async def _introduce(self, worker: Worker, prefills: frozenset[WorkerMember]) -> None:
+    async def _introduce(self, worker: Worker) -> None:
+        """Tell a decode worker the present prefill workers, also those that come meanwhile."""
+        try:
+            while self._told.get(worker, frozenset()) != (prefills := self._prefills()):
+                if not await self._tell(worker, prefills):
+                    return
+                self._told[worker] = prefills
+        finally:
+            self._called.discard(worker)
+
+    def _prefills(self) -> frozenset[WorkerMember]:
+        return frozenset(worker.member for worker in self._registry.ready("prefill"))
+
+    async def _tell(self, worker: Worker, prefills: frozenset[WorkerMember]) -> bool:
+        """Return whether a decode worker was told."""
         members = sorted(prefills, key=lambda member: member.worker_id)
         try:
             await wire.meet(worker.channel, members, timeout_s=MEET_S)
@@ -50,7 +67,7 @@ class Introductions:
             )
         # Its channel was closed, because it has restarted or left:
         except grpc.aio.UsageError:
-            return  # before the call
+            pass  # before the call
         except asyncio.CancelledError:  # during the call
             if is_own_cancellation():
                 raise
@@ -58,4 +75,5 @@ class Introductions:
             worker_id = worker.member.worker_id
             logger.exception("introduction_crashed", extra=fields(worker_id=worker_id))
         else:
-            self._told[worker] = prefills
+            return True
+        return False

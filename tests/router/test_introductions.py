@@ -87,6 +87,22 @@ def test_what_changes_during_introductions_is_told_right_after_them() -> None:
     run_virtual(main())
 
 
+def test_a_slow_decode_worker_does_not_delay_what_others_are_told() -> None:
+    async def main() -> None:
+        slow, other = ScriptedWorker("decode-0", meet_s=4.0), ScriptedWorker("decode-1")
+        async with running_router(slow, other) as tested:
+            await tested.add(ScriptedWorker("prefill-0", pool="prefill"))
+            await wait_until(lambda: other.met == [["prefill-0:1"]])
+            await tested.add(ScriptedWorker("prefill-1", pool="prefill"))
+            both = ["prefill-0:1", "prefill-1:1"]
+
+            await wait_until(lambda: other.met[-1:] == [both], timeout_s=0.5)
+            assert not slow.met
+            await wait_until(lambda: slow.met[-1:] == [both], timeout_s=10.0)
+
+    run_virtual(main())
+
+
 def test_a_channel_that_was_closed_before_the_call_ends_no_introductions() -> None:
     async def main() -> None:
         closed, other = ScriptedWorker("decode-0"), ScriptedWorker("decode-1")
