@@ -197,7 +197,12 @@ class ResumableCall:
 
     async def _explain(self, failure: CallFailure) -> None:
         """Find out why no router could be reached, before the call continues or ends."""
-        error = await self._routers.explain(failure.error, self._address)
+        try:
+            error = await self._routers.explain(failure.error, self._address)
+        except Exception:  # a bug, which asyncio logs; the call need not wait for its time limit
+            if not self._is_over:
+                self._go_on(failure)
+            raise
         if not self._is_over:
             # Retrying does not fix TLS.
             self._go_on(

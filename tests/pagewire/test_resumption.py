@@ -21,6 +21,7 @@ from tests.pagewire.scripted_service import (
     usage,
     violation,
 )
+from tests.support.free_ports import free_port
 from tests.support.wall_clock import assert_within
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -264,6 +265,20 @@ def test_a_crowd_at_the_router_that_is_left_is_waited_out():
             return await client.generate("p", n=2)
 
     assert asyncio.run(scenario()).choices[0].text == "äbcde"
+
+
+def test_a_bug_in_the_search_for_a_reason_does_not_hold_a_call_back(monkeypatch):
+    async def crash(*_):
+        raise RuntimeError("planted")
+
+    async def scenario():
+        async with AsyncClient(f"127.0.0.1:{free_port()}") as client:
+            async with asyncio.timeout(20.0):
+                with pytest.raises(pagewire.ConnectionFailedError):
+                    await client.generate("p", timeout_s=60.0)
+
+    monkeypatch.setattr("pagewire.routers.why_no_connection", crash)
+    asyncio.run(scenario())
 
 
 def test_a_client_gives_up_after_resume_s_with_the_loss():
