@@ -158,9 +158,16 @@ class Driver(Generic[State, Event, Action]):
             await asyncio.wait(self._jobs, timeout=1.0)
 
     def call_when_quiescent(self, callback: Callable[[], None]) -> None:
-        """After wait_quiescent: call back at once, or when an overdue abort returns, or never."""
+        """After wait_quiescent: call back at once, or when an overdue abort returns, or never.
+
+        Raises:
+            Exception: The bug that broke the machine, which will never know what is over.
+        """
         if self.state.is_quiescent:
             callback()
+        elif self._is_over:
+            assert self._bug is not None
+            raise self._bug
         else:
             self._when_finished.append(callback)
 

@@ -14,6 +14,10 @@ from decode_worker.request import Choice, Request, TokenDelta
 from decode_worker.scheduler import Scheduler
 from grammars.constraint import Constraint, ConstraintKind
 from grammars.store import Grammars
+from kv_transfer import receiver
+from kv_transfer.messages import ChunkPosted
+from kv_transfer.protocol import PagesDigested
+from kv_transfer.receiver_protocol import ReceiveDone, ReceiverEvent, ReceiverState, step
 from kv_transfer.sender import Sender
 from llm_engine.sampling import SamplingParams
 from prefill_worker.attempt import Attempt
@@ -138,6 +142,28 @@ def test_a_worker_ends_that_cannot_free_what_a_bug_left_behind(
             async with asyncio.timeout(SOON_S):
                 with pytest.raises(RuntimeError, match="planted"):
                     await worker.worker.wait_failed()
+        router.call.cancel()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("event", [ChunkPosted, ReceiveDone, PagesDigested])
+def test_a_worker_ends_that_cannot_know_which_pages_are_still_written(
+    event: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(state: ReceiverState, met: ReceiverEvent) -> Any:
+        if isinstance(met, event):
+            raise RuntimeError("planted")
+        return step(state, met)
+
+    async def main() -> None:
+        running = await WorkerCluster().start()
+        router = await running.session()
+        monkeypatch.setattr(receiver, "step", breaks)
+        await router.submit(prompt_of(30))
+        async with asyncio.timeout(SOON_S):
+            with pytest.raises(RuntimeError, match="planted"):
+                await running.decode.worker.wait_failed()
         router.call.cancel()
 
     run_virtual(main())
