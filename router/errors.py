@@ -7,6 +7,7 @@ RouterError
   Overloaded             the router or the tenant is at a limit; try again after `retry_delay_s`
   NoWorker               no decode worker became available in time
   RouterStops            the router stops; another one can continue the call
+  StreamIdle             no call ran on the stream for too long
   RequestFailed          a worker ended the request with an error of the request's own
     RequestCrashed       a bug in the router ended it
   RequestLost            the stream broke more often than it may be resumed
@@ -82,6 +83,13 @@ class NoWorker(RouterError):
 
 class RouterStops(RouterError):
     """This router is stopping; the client's library continues at another one."""
+
+
+class StreamIdle(RouterError):
+    """A stream was silent while there were too many such; the caller's next call opens another."""
+
+    def __init__(self, idle_s: float) -> None:
+        super().__init__(f"no call for {idle_s:g} s, and many streams without calls are open")
 
 
 class RequestFailed(RouterError):

@@ -20,7 +20,8 @@ from google.rpc import status_pb2
 
 from router import wire
 from router.call import Call
-from router.errors import InvalidRequest, Overloaded
+from router.errors import InvalidRequest, Overloaded, StreamIdle
+from router.idle_streams import IDLE_S, IdleStreams
 from router.pacing import ROW_US, SHARED_CALL_US, Pace
 from router.statuses import status_of
 
@@ -40,6 +41,7 @@ class ManyCalls:
         cancelled: The status of a call that its caller cancels.
         is_one_caller: Whether all calls are of one tenant, which may be made to wait.
         reads_tokens: Whether the caller reads GenerateManyResponse.tokens.
+        idle: Ends this stream if no call runs for too long.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class ManyCalls:
         cancelled: status_pb2.Status,
         is_one_caller: bool,
         reads_tokens: bool,
+        idle: IdleStreams,
     ) -> None:
         self._make_call = make_call
         self._is_one_caller = is_one_caller
@@ -62,6 +65,8 @@ class ManyCalls:
         self._is_taken = asyncio.Event()
         self._is_closed = False  # the caller starts no more
         self._error: Exception | None = None
+        self._idle = idle
+        self._note_idle()
 
     def start(self, message: Any) -> None:
         """Start the call that a GenerateManyRequest asks for.
@@ -72,6 +77,7 @@ class ManyCalls:
         call_id = message.call_id
         if call_id in self._calls:
             raise InvalidRequest("call_id", f"{call_id}, which still runs", "one that does not")
+        self._idle.discard(self)
         begun = self._calls[call_id] = _Begun(call_id, self._news, self._has_news)
         call = begun.call = self._make_call(begun.note)
         sampling = message.start.sampling
@@ -94,9 +100,11 @@ class ManyCalls:
             begun.call.cancel()
             del begun.call  # news may wait long, and prompts are large
             begun.note()
+            self._note_idle()
 
     def close(self, error: Exception | None = None) -> None:
         """Note that no more calls start; an error ends the stream at once."""
+        self._idle.discard(self)
         self._is_closed = True
         self._error = error
         self._has_news.set()
@@ -150,6 +158,7 @@ class ManyCalls:
 
     def stop(self) -> None:
         """Cancel running calls."""
+        self._idle.discard(self)
         calls, self._calls = self._calls, {}
         for begun in calls.values():
             begun.call.cancel()
@@ -164,6 +173,11 @@ class ManyCalls:
             if call.error:
                 status = status_of(call.error).SerializeToString()
                 results.add(call_id=call_id, error_status=status)
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._calls and not self._is_closed:
+            self._idle.add(self, lambda: self.close(StreamIdle(IDLE_S)))
 
 
 class _Begun:

@@ -19,6 +19,7 @@ from router import wire
 from router.call import Call, Reception, read_tokenize_prompt
 from router.delivery import Delivery
 from router.errors import InvalidRequest, NoWorker, Overloaded, RequestCrashed, RouterError
+from router.idle_streams import IdleStreams
 from router.many_calls import ManyCalls
 from router.pacing import OWN_CALL_US, Pace
 from router.prefix_index import PrefixIndex
@@ -60,6 +61,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._index = index
         self._slow_client_timeout_s = slow_client_timeout_s
         self._describe_tls = describe_tls
+        self._idle_streams = IdleStreams()
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -94,6 +96,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             cancelled=cancelled,
             is_one_caller=not self._tenants.is_open,
             reads_tokens=bool(_metadata(context, READS_TOKENS_KEY)),
+            idle=self._idle_streams,
         )
         reader = asyncio.create_task(_read_calls(requests, calls), name="many-calls")
         try:

@@ -15,6 +15,7 @@ from router.errors import (
     RouterError,
     RouterStops,
     SlowClient,
+    StreamIdle,
     UnknownModel,
 )
 
@@ -27,6 +28,7 @@ _CODES: tuple[tuple[type[RouterError], grpc.StatusCode], ...] = (
     (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NoWorker, grpc.StatusCode.UNAVAILABLE),
     (RouterStops, grpc.StatusCode.UNAVAILABLE),
+    (StreamIdle, grpc.StatusCode.UNAVAILABLE),
     (RequestLost, grpc.StatusCode.ABORTED),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (SlowClient, grpc.StatusCode.CANCELLED),

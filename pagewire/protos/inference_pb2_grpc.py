@@ -84,8 +84,10 @@ class InferenceServiceServicer:
         """Makes any number of Generate calls over one stream, for front ends: one message carries everything that all calls
         have for the caller at a moment, which costs both sides a fraction of a message per call. The end of the stream
         cancels running calls; a caller that has closed its side still gets their rest. Routers end old connections with all
-        their streams, so a caller starts no call on a stream older than five minutes. All calls of a stream belong to the
-        tenant whose token came with the stream.
+        their streams, so a caller starts no call on a stream older than five minutes. If many streams have no running call, a
+        router ends one of these after three seconds with UNAVAILABLE and the reason STREAM_IDLE; the next call then needs
+        another stream, and a large request, which takes longer to send, a call of Generate. All calls of a stream belong to
+        the tenant whose token came with the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -15,12 +15,14 @@ import pytest
 from google.protobuf import descriptor_pool
 
 from decode_worker.server import DecodeServicer
+from pagewire import AsyncClient
 from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2_grpc
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from pagewire.protos.token_ids import pack_token_ids
 from pagewire.routers import CHANNEL_OPTIONS
 from prefill_worker.server import PrefillServicer
 from protos.call_guard import MAX_SILENT, CallGuard
+from router import idle_streams
 from router.config import RouterConfig
 from router.front import make_server, server_options
 from router.router import Router
@@ -79,6 +81,29 @@ def test_connections_beyond_the_limit_are_closed_and_those_that_are_open_go_on()
                 await channel.close()
         ok, refused = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
         assert codes == [ok, ok, refused, ok, ok]
+
+    asyncio.run(scenario())
+
+
+def test_a_client_whose_idle_stream_was_ended_is_served_on_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(idle_streams, "IDLE_S", 0.2)
+
+    async def scenario() -> None:
+        async with real_front(ScriptedWorker("decode-0"), RouterConfig()) as (_, address):
+            channel = grpc.aio.insecure_channel(address)
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            others = [stub.GenerateMany() for _ in range(idle_streams.MOST_IDLE)]
+            for each in others:
+                await each.initial_metadata()
+            async with AsyncClient(address) as client:
+                for pause_s in (0.0, 0.5, *(0.195 + 0.001 * step for step in range(10))):
+                    await asyncio.sleep(pause_s)
+                    completion = await client.generate([5], max_tokens=1, timeout_s=10)
+                    assert completion.usage.completion_tokens == 1
+            assert not any(each.done() for each in others)
+            await channel.close()
 
     asyncio.run(scenario())
 

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import weakref
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY, READS_TOKENS_KEY
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from router.dispatch import Dispatcher
 from router.generation import Generation
+from router.idle_streams import IDLE_S, MOST_IDLE
 from router.pacing import TICK_S
 from router.session import Stream
 from tests.router.scripted_worker import (
@@ -412,6 +413,39 @@ def test_a_caller_that_has_closed_its_side_gets_the_rest() -> None:
 
             assert caller.ends == {1: "OK"}
             assert await caller.call.code() is grpc.StatusCode.OK
+
+    run_virtual(scenario())
+
+
+def test_of_many_streams_without_calls_only_some_may_be_silent_for_long() -> None:
+    async def scenario() -> None:
+        worker = ScriptedWorker("decode-0", token_s=1.0)
+        async with running_router(worker) as tested, AsyncExitStack() as streams:
+
+            async def opened() -> Caller:
+                caller = await streams.enter_async_context(calling(tested))
+                await caller.call.initial_metadata()
+                return caller
+
+            silent = [await opened() for _ in range(MOST_IDLE)]
+            late, busy, served = [await opened() for _ in range(3)]
+            await busy.start(1, asking(max_tokens=2 * int(IDLE_S)))
+            await served.start(1, asking(max_tokens=1))
+            await served.read_until_ended(1)
+            await asyncio.sleep(IDLE_S - 0.5)
+            assert not served.call.done(), "its time begins when it becomes idle"
+            await asyncio.sleep(1.0)
+            for each in (late, served):
+                assert await each.call.code() is grpc.StatusCode.UNAVAILABLE
+            await busy.read_until_ended(1)
+            assert not any(each.call.done() for each in silent)
+
+            silent.pop().call.cancel()
+            await asyncio.sleep(0.1)
+            newest = await opened()
+            await asyncio.sleep(2 * IDLE_S)
+            assert not newest.call.done(), "there is room for it"
+            assert await busy.call.code() is grpc.StatusCode.UNAVAILABLE, "it has become idle"
 
     run_virtual(scenario())
 
