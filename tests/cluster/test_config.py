@@ -313,6 +313,10 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
             ["workers_per_gpu: found 2; allowed: 1 with device cpu"],
         ),
         (
+            "device: cpu\npage_transport: nccl",
+            ["page_transport: found 'nccl'; allowed: auto with device cpu"],
+        ),
+        (
             "pool_resources: true\ndevice: cpu",
             ["pool_resources: found true", "allowed: false without ray_address"],
         ),
