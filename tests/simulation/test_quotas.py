@@ -22,7 +22,7 @@ from tests.support.simulator import in_cluster
 
 NUM_PAGES = 64  # of each worker
 HOT = tuple(range(1, 41))  # a prefix of ten pages
-NUM_ASKED = 10
+NUM_ASKED = 5
 SHAPE = ClusterShape(
     num_prefill=1,
     num_decode=1,
