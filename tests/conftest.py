@@ -35,6 +35,14 @@ def pytest_runtest_teardown() -> Iterator[None]:
         gc.collect()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the collector of cyclic garbage from imports, whose many objects stay."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Keep Hypothesis from drawing the constants that it finds in this project's modules.
 
