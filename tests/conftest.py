@@ -43,6 +43,14 @@ def pytest_collection() -> Iterator[None]:
     gc.enable()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep tests that share a fixture in one process: each other process would make it again."""
+    if isinstance(item, pytest.Function) and not item.get_closest_marker("xdist_group"):
+        made = item._fixtureinfo.name2fixturedefs.values()
+        if any(each[-1].scope == "module" for each in made):
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+
+
 def pytest_collection_finish() -> None:
     """Keep Hypothesis from drawing the constants that it finds in this project's modules.
 

@@ -32,8 +32,6 @@ from tests.pagewire.scripted_service import response, serving_in_thread, usage
 from tests.support.distributions import CLIENT, ROOT, SERVER
 from tests.support.wall_clock import assert_within
 
-pytestmark = pytest.mark.xdist_group("wheels")  # all use what is built once
-
 HEAVY = {"torch", "ray", "triton", "numpy", "transformers", "tokenizers", "nvidia-nccl-cu13"}
 ENGINE = {"ray", "safetensors", "torch", "triton"}
 EXTRAS = SERVER["project"]["optional-dependencies"]
