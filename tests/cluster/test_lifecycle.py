@@ -1,4 +1,7 @@
-"""A cluster that outlives its launcher, as processes: up, scale, drain and down on the CPU."""
+"""A cluster that outlives its launcher, as processes on the CPU: up, scale, move, drain and down.
+
+All tests have one cluster, each after those above it: a start takes as long as some of them.
+"""
 
 import asyncio
 import json
@@ -8,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +19,7 @@ import psutil
 import pytest
 
 from cluster.demo_model import write_demo_model
-from pagewire import AsyncClient, TransportError
+from pagewire import AsyncClient, Client, TransportError
 from tests.support.processes import kill_session, processes_of_session
 
 pytestmark = [
@@ -38,6 +42,7 @@ OPTIONS = {
     "decode_worker": {"local_prefill_max_tokens": 0, "heartbeat_s": 0.1},
     "prefill_worker": {"heartbeat_s": 0.1},
 }
+SPARE = {"role": "decode", "workers": 1, "num_pages": 512}
 
 
 class Host:
@@ -79,6 +84,8 @@ def host():
     """A host where `up` was killed in the middle, and asked again; `down` leaves nothing there."""
     with tempfile.TemporaryDirectory(prefix="pw", dir="/tmp") as folder:  # sockets: short paths
         host = Host(Path(folder))
+        options = OPTIONS | {"model": str(host.folder / "model"), "pools": {"spare": SPARE}}
+        host.config.write_text(json.dumps(options))
         launcher = host.start("up", "--config", str(host.config))
         for line in launcher.stdout:
             if line.startswith("Ray runs"):
@@ -90,7 +97,7 @@ def host():
             assert code == 0, errors
             *_, ready = output.splitlines()
             assert ready.startswith("ready: pagewire serves"), output
-            assert "already running: prefill-0, decode-0 on cpu" in output
+            assert "already running: prefill-0, decode-0, decode-spare-0 on cpu" in output
             host.address = ready.partition(" on ")[2].partition(" ")[0]
             yield host
             code, output, errors = host.run("down", "--grace-s", "0")
@@ -122,6 +129,70 @@ def test_another_configuration_is_refused_by_name(host):
     )
 
 
+def done(host, *arguments):
+    code, output, errors = host.run(*arguments)
+    assert code == 0, errors
+    return output.splitlines()[-1]
+
+
+def refusal(host, *arguments):
+    code, output, errors = host.run(*arguments)
+    assert (code, output) == (2, "")
+    return errors.removeprefix("error: ").rstrip()
+
+
+def workers(host):
+    """Return the pages of all workers that are ready, by name."""
+    with Client(host.address) as client:
+        status = client.status()
+    return {each.worker_id: each.pages.total for each in status.workers if each.state == "ready"}
+
+
+def test_a_pool_has_its_own_options_and_number(host):
+    assert workers(host) == {"prefill-0": 2048, "decode-0": 2048, "decode-spare-0": 512}
+
+    told = done(host, "scale", "--pool", "spare=2")
+    assert told == "the cluster has 1 prefill and 3 decode workers"
+    assert workers(host)["decode-spare-1"] == 512
+
+    told = done(host, "move", "decode-spare-1", "--to", "prefill")
+    assert told == "the cluster has 2 prefill and 2 decode workers"
+    assert workers(host) == {
+        "prefill-0": 2048,
+        "prefill-1": 2048,
+        "decode-0": 2048,
+        "decode-spare-0": 512,
+    }
+
+    assert done(host, "drain", "decode-spare-0") == "decode-spare-0 has left"
+    assert set(workers(host)) == {"prefill-0", "prefill-1", "decode-0"}
+    assert (
+        "already running: prefill-0, prefill-1, decode-0 on cpu"
+        in host.run("up", "--config", str(host.config))[1]
+    )
+
+
+# One of each check; test_scaling has the rest.
+REFUSED = (
+    ("scale --pool spar=2", "--pool: found 'spar'; allowed: prefill, decode, spare"),
+    ("scale --pool spare=two", "--pool: found 'spare=two'; allowed: a pool and the num"),
+    ("move decode-0 --to spar", "--to: found 'spar'; allowed: prefill, decode"),
+    ("move decode-0 --to prefill", "decode-0 cannot be moved: the last decode wor"),
+)
+
+
+def test_what_cannot_be_is_refused_and_disturbs_nothing(host):
+    """One decode worker is left."""
+    before = workers(host)
+
+    with ThreadPoolExecutor(2) as threads:
+        told = list(threads.map(lambda case: refusal(host, *case[0].split()), REFUSED))
+
+    for found, (command, wanted) in zip(told, REFUSED, strict=True):
+        assert found.startswith(wanted), command
+    assert workers(host) == before
+
+
 def test_the_cluster_grows_and_shrinks_under_load_without_a_lost_token(host):
     async def main():
         async with AsyncClient(host.address, default_timeout_s=120) as client:
@@ -142,7 +213,7 @@ def test_the_cluster_grows_and_shrinks_under_load_without_a_lost_token(host):
     calm, grown, drained, refused, answers, after, status, incarnations = asyncio.run(main())
 
     assert grown[0] == 0, grown
-    assert grown[1].splitlines()[-1] == "the cluster has 1 prefill and 2 decode workers"
+    assert grown[1].splitlines()[-1] == "the cluster has 2 prefill and 2 decode workers"
     assert drained[:2] == (
         0,
         "decode-0 takes no new requests and leaves; running requests have 20 s to end there\n"
@@ -159,7 +230,8 @@ def test_the_cluster_grows_and_shrinks_under_load_without_a_lost_token(host):
     assert list(after.usage.decode_workers) == ["decode-1"]
     assert after.token_ids == calm.token_ids
     states = {each.worker_id: each.state for each in status.workers}
-    assert states == {"prefill-0": "ready", "decode-1": "ready"}, "who has left is not dead"
+    names = ("prefill-0", "prefill-1", "decode-1")
+    assert states == dict.fromkeys(names, "ready"), "who has left is not dead"
     left = {each.incarnation for each in status.workers if each.state == "ready"}
     assert left < incarnations, "nobody was started again"
 
