@@ -22,6 +22,9 @@ from attn_kernels.sampling.rows import LogitEdits, Logprobs, RowParams
 # Logits that are filtered and drawn at a time: each float64 or int64 temporary is 32 MiB.
 CHUNK_ELEMENTS = 1 << 22
 MASS_UNIT = 2.0**40
+# Exponentials of a row that are summed in float32: so few that torch gives them to one thread, and
+# the bits of a lone row are those that it has in a batch.
+TILE = 1 << 14
 
 
 class TokenSampler:
@@ -57,15 +60,16 @@ class TokenSampler:
 
     def logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
         """Return log-probabilities of one token per row and of the most probable ones."""
-        every = logits.double().log_softmax(dim=-1).float()
+        logits = logits.float()
+        lse = _log_sum_exp(logits)
         count = min(num_top, self.vocab_size)
-        best = _most_probable(logits.float(), count)
+        best = _most_probable(logits, count)
         top_tokens = tokens.new_full((len(logits), num_top), -1)
         top_tokens[:, :count] = best
-        top = every.new_full((len(logits), num_top), -torch.inf)
-        top[:, :count] = every.gather(1, best)
-        chosen = every.gather(1, tokens.clamp(min=0).long().unsqueeze(1)).squeeze(1)
-        chosen = chosen.masked_fill(tokens < 0, torch.nan)
+        top = logits.new_full((len(logits), num_top), -torch.inf)
+        top[:, :count] = logits.gather(1, best) - lse
+        own = logits.gather(1, tokens.clamp(min=0).long().unsqueeze(1))
+        chosen = (own - lse).float().squeeze(1).masked_fill(tokens < 0, torch.nan)
         return Logprobs(chosen=chosen, top=top, top_tokens=top_tokens)
 
 
@@ -126,12 +130,25 @@ def _draw_randomly(logits_RV: Tensor, params: RowParams) -> Tensor:
     return (scaled + gumbel_noise(bases, vocab_size)).argmax(dim=-1)
 
 
+def _log_sum_exp(logits_RV: Tensor) -> Tensor:
+    """Return the log-sum-exp of each row, [R, 1], float64; the sums of tiles are float32."""
+    largest = logits_RV.amax(dim=-1, keepdim=True)
+    tiles = torch.split(logits_RV, TILE, dim=-1)
+    sums = torch.cat([(tile - largest).exp_().sum(dim=-1, keepdim=True) for tile in tiles], dim=-1)
+    return sums.double().sum(dim=-1, keepdim=True).log() + largest
+
+
 def _most_probable(logits_RV: Tensor, count: int) -> Tensor:
     """Return the ids of the largest logits, [R, count], falling; of equal ones the lowest first."""
-    bits = (logits_RV + 0.0).view(torch.int32).long()  # of -0.0 as of 0.0
-    ranks = bits ^ ((bits >> 31) & 0x7FFF_FFFF)  # in the order of the floats
-    ids = torch.arange(logits_RV.shape[1], device=logits_RV.device)
-    return ((ranks << 32) - ids).topk(count, dim=-1).indices
+    best = logits_RV.topk(min(count + 1, logits_RV.shape[1]), dim=-1)
+    ids = best.indices[:, :count]
+    has_ties = (best.values[:, 1:] == best.values[:, :-1]).any(dim=-1)
+    if has_ties.any():  # topk orders equal values arbitrarily
+        bits = (logits_RV[has_ties] + 0.0).view(torch.int32)  # of -0.0 as of 0.0
+        ranks = bits ^ ((bits >> 31) & 0x7FFF_FFFF)  # in the order of the floats
+        all_ids = torch.arange(logits_RV.shape[1], device=logits_RV.device)
+        ids[has_ties] = ((ranks.long() << 32) - all_ids).topk(count, dim=-1).indices
+    return ids
 
 
 def _largest(logits_RV: Tensor, count: int) -> Tensor:

@@ -1,6 +1,7 @@
 import math
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -274,6 +275,35 @@ def test_logprobs_are_of_the_unmodified_distribution() -> None:
     assert second.logprob is None
     assert third.logprob == pytest.approx(expected[2][third.token_id], abs=1e-5)
     assert third.top_logprobs == ()
+
+
+@pytest.fixture
+def _several_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_several_threads")
+def test_logprobs_of_a_large_vocabulary_are_exact_and_depend_on_no_other_row() -> None:
+    logits = 2 * make_logits(5, seed=12, vocab_size=128_256)
+    tokens = torch.arange(5, dtype=torch.int32)
+    logits[3, [100_000, 7, 70_000]] = 30.0
+    sampler = reference.TokenSampler(vocab_size=128_256, max_rows=5, device="cpu")
+    expected = logits.double().log_softmax(dim=-1)
+
+    found = sampler.logprobs(logits, tokens, 2)
+
+    assert found.top_tokens[3].tolist() == [7, 70_000]
+    top = expected.gather(1, found.top_tokens.long())
+    torch.testing.assert_close(found.top.double(), top, atol=1e-6, rtol=1e-7)
+    torch.testing.assert_close(found.chosen.double(), expected.diagonal(), atol=1e-6, rtol=1e-7)
+    for row in range(5):
+        alone = sampler.logprobs(logits[row : row + 1], tokens[row : row + 1], 2)
+        assert torch.equal(alone.chosen[0], found.chosen[row])
+        assert torch.equal(alone.top[0], found.top[row])
+        assert torch.equal(alone.top_tokens[0], found.top_tokens[row])
 
 
 def test_half_precision_logits_and_an_unlimited_number_of_logprobs_work() -> None:
