@@ -45,7 +45,7 @@ from llm_engine.sampling import SampledToken
 from worker.identity import ModelInfo, WorkerIdentity
 from worker.load import WorkerTotals
 from worker.parking import Parking
-from worker.prompt_chunk import next_chunk
+from worker.prompt_chunk import next_chunk, next_chunks
 from worker.suspects import SuspectTurns
 
 HolderT = TypeVar("HolderT", Choice, PrefillGroup)
@@ -157,7 +157,7 @@ class Scheduler:
         receives = tuple(self._admit()) if self._is_admission_due and not is_short else ()
         max_tokens = self._config.max_step_tokens
         # Not those that wait for a mask: a suspect's turn would pass with nothing computed.
-        ready = [group for group in self._computing if _next_chunk(group, max_tokens)]
+        ready = [group for group in self._computing if next_chunk(group, max_tokens)]
         takes_part = self._turns.next_pass(
             [*(each.request for each in decodes), *(each.request for each in ready)]
         )
@@ -178,7 +178,7 @@ class Scheduler:
             started=started,
             extended=extended,
             decodes=tuple(decodes),
-            chunks=tuple(self._pick_chunks(computing, chunk_tokens)),
+            chunks=next_chunks(computing, chunk_tokens),
             receives=receives,
             is_partial=self._is_admission_due and not is_short,
         )
@@ -607,15 +607,6 @@ class Scheduler:
                 self.totals.needed_bytes += len(pages.page_ids) * self._page_bytes
         return True
 
-    def _pick_chunks(self, computing: Sequence[PrefillGroup], budget: int) -> list[Chunk]:
-        chunks = []
-        for group in computing:
-            chunk = _next_chunk(group, budget)
-            if chunk is not None:
-                chunks.append(chunk)
-                budget -= chunk.num_tokens
-        return chunks
-
     def _end_all(self, requests: Iterable[Request]) -> list[Request]:
         ended = [request for request in dict.fromkeys(requests) if not request.is_ended]
         for request in ended:
@@ -685,12 +676,6 @@ class Scheduler:
             is_last_of_request=is_last,
             has_stats=has_stats,
         )
-
-
-def _next_chunk(group: PrefillGroup, most: int) -> Chunk | None:
-    """Return the next tokens of a group, unless drawing after them has to wait for masks."""
-    chunk = next_chunk(group, most)
-    return None if chunk is None or (chunk.is_last and group.awaits_masks) else chunk
 
 
 def _insert(queue: list[HolderT], new: HolderT) -> None:

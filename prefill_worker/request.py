@@ -11,6 +11,7 @@ Its finished pages go to the transfer chunk by chunk, during and at the end of C
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from grammars.bits import TokenBits
 from kv_cache.prefix_cache import Lease, SequencePages
@@ -53,6 +54,8 @@ class Prompt:
     lease: Lease | None = None  # of the handed pages, when DONE
     is_read: bool = True  # a transfer may read the handed pages
     is_ended: bool = False  # cancelled or failed; freed when no step in flight touches its pages
+
+    awaits_masks: ClassVar[bool] = False  # its mask comes with it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,7 +31,7 @@ from prefill_worker.request import (
 from prefill_worker.step_plan import Chunk, StepPlan
 from worker.load import WorkerTotals
 from worker.parking import Parking
-from worker.prompt_chunk import next_chunk
+from worker.prompt_chunk import next_chunks
 from worker.suspects import SuspectTurns
 
 ADMISSION_WINDOW = 16  # waiting prompts among which the next is chosen
@@ -121,7 +121,7 @@ class Scheduler:
         takes_part = self._turns.next_pass(self._computing)
         computing = [prompt for prompt in self._computing if takes_part(prompt)]
         plan = StepPlan(
-            chunks=tuple(self._pick_chunks(computing)),
+            chunks=next_chunks(computing, self._config.max_step_tokens),
             ready=tuple(ready),
             is_partial=self._is_admission_due,
         )
@@ -255,16 +255,6 @@ class Scheduler:
         self.totals.looked_up_tokens += len(prompt.tokens)
         self.totals.cached_tokens += prompt.num_cached
         return True
-
-    def _pick_chunks(self, computing: Sequence[Prompt]) -> list[Chunk]:
-        budget = self._config.max_step_tokens
-        chunks = []
-        for prompt in computing:
-            chunk = next_chunk(prompt, budget)
-            if chunk is not None:
-                chunks.append(chunk)
-                budget -= chunk.num_tokens
-        return chunks
 
     def _hand_over(self, prompt: Prompt) -> list[ReadyPages]:
         """Return all finished pages, unless they are few and others follow."""

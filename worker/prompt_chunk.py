@@ -20,6 +20,10 @@ class Computing(Protocol):
     @property
     def is_ended(self) -> bool: ...
 
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether what follows the last token cannot be drawn yet."""
+
 
 PromptT = TypeVar("PromptT", bound=Computing)
 
@@ -74,7 +78,19 @@ def next_chunk(prompt: PromptT, most: int) -> PromptChunk[PromptT] | None:
     num_tokens = min(most, len(prompt.tokens) - start)
     if num_tokens == 0 or prompt.is_ended:
         return None  # steps in flight compute the last ones
-    return PromptChunk(prompt=prompt, start=start, num_tokens=num_tokens)
+    chunk = PromptChunk(prompt=prompt, start=start, num_tokens=num_tokens)
+    return None if chunk.is_last and prompt.awaits_masks else chunk
+
+
+def next_chunks(prompts: Iterable[PromptT], most: int) -> tuple[PromptChunk[PromptT], ...]:
+    """Return the next tokens of prompts, the first ones first, at most so many in all."""
+    chunks = []
+    for prompt in prompts:
+        chunk = next_chunk(prompt, most)
+        if chunk is not None:
+            chunks.append(chunk)
+            most -= chunk.num_tokens
+    return tuple(chunks)
 
 
 def twin_copies(chunks: Iterable[PromptChunk[Any]]) -> tuple[tuple[int, int], ...]:

@@ -17,7 +17,7 @@ from decode_worker.request import (
     group_by_tokens,
 )
 from decode_worker.scheduler import Scheduler, prefills_locally
-from decode_worker.step_plan import Chunk
+from decode_worker.step_plan import StepPlan
 from grammars.constraint import Constraint, ConstraintKind
 from kv_cache.errors import CacheError
 from kv_cache.prefix_cache import PrefixCache
@@ -112,8 +112,9 @@ def test_candidates_are_asked_in_order_but_suspects_last_and_none_twice() -> Non
 
 
 class OverTheBudget(Scheduler):
-    def _pick_chunks(self, computing: Any, budget: int) -> list[Chunk]:
-        return super()._pick_chunks(computing, budget + 3)
+    def __init__(self, *, config: DecodeConfig, **options: Any) -> None:
+        more = replace(config, max_step_tokens=config.max_step_tokens + 3)
+        super().__init__(config=more, **options)
 
 
 class ForgetsQuarantine(Scheduler):
@@ -206,10 +207,10 @@ class PlansBehindTheLength(Scheduler):
 
 
 class ComputesChunksTwice(Scheduler):
-    def _pick_chunks(self, computing: Any, budget: int) -> list[Chunk]:
+    def next_step(self) -> StepPlan:
         for group in self._computing:
             group.num_launched = 0
-        return super()._pick_chunks(computing, budget)
+        return super().next_step()
 
 
 class PreemptsInFlight(Scheduler):

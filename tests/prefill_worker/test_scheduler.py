@@ -1,6 +1,7 @@
 """The prefill scheduler: order of admission, budget, one computation per page, leases."""
 
 from collections import Counter, deque
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -23,7 +24,7 @@ from llm_engine.sampling import SamplingParams
 from prefill_worker.config import PrefillConfig
 from prefill_worker.request import FinishedPrompt, Progress, Prompt, PromptState, ReadyPages
 from prefill_worker.scheduler import Runnable, Scheduler, pick_next
-from prefill_worker.step_plan import Chunk, StepPlan
+from prefill_worker.step_plan import StepPlan
 from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens
 
 MODEL = FakeModel(vocab_size=50)
@@ -304,12 +305,8 @@ class ComputesPendingPages(Scheduler):
 
 
 class OverTheBudget(Scheduler):
-    def _pick_chunks(self, computing: Any) -> list[Chunk]:
-        return [
-            Chunk(prompt=prompt, start=start, num_tokens=len(prompt.tokens) - start)
-            for prompt in computing
-            if (start := prompt.num_computed + prompt.num_launched) < len(prompt.tokens)
-        ]
+    def __init__(self, *, config: PrefillConfig, **options: Any) -> None:
+        super().__init__(config=replace(config, max_step_tokens=10**9), **options)
 
 
 class SendsUnwantedPages(Scheduler):
@@ -342,10 +339,10 @@ class FreesPagesInFlight(Scheduler):
 
 
 class ComputesChunksTwice(Scheduler):
-    def _pick_chunks(self, computing: Any) -> list[Chunk]:
+    def next_step(self) -> StepPlan:
         for prompt in self._computing:
             prompt.num_launched = 0
-        return super()._pick_chunks(computing)
+        return super().next_step()
 
 
 @pytest.mark.parametrize(

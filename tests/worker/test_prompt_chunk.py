@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 
 from kv_cache.prefix_cache import PrefixCache, SequencePages
-from worker.prompt_chunk import PromptChunk, next_chunk
+from worker.prompt_chunk import PromptChunk, next_chunk, next_chunks
 
 TOKENS = list(range(13))
 
@@ -14,6 +14,7 @@ class Prompt:
     num_launched: int = 0
     num_in_flight: int = 0
     is_ended: bool = False
+    awaits_masks: bool = False
 
 
 def scene() -> tuple[PrefixCache, Prompt]:
@@ -57,6 +58,25 @@ def test_a_chunk_behind_one_that_failed_commits_nothing() -> None:
     assert not second.commit(cache)
     assert prompt.num_computed == 0
     assert cache.match(TOKENS).num_ready_pages == 0
+
+
+def test_prompts_share_the_tokens_of_a_step_in_their_order() -> None:
+    _, ended = scene()
+    ended.is_ended = True
+    prompts = [scene()[1], ended, scene()[1], scene()[1]]
+
+    chunks = next_chunks(prompts, 20)
+
+    assert [each.prompt for each in chunks] == [prompts[0], prompts[2]]
+    assert [each.num_tokens for each in chunks] == [13, 7]
+
+
+def test_a_last_chunk_waits_for_masks_and_leaves_its_tokens_to_others() -> None:
+    waits, goes = scene()[1], scene()[1]
+    waits.awaits_masks = True
+
+    assert next_chunks([waits], 12)[0].num_tokens == 12
+    assert [each.prompt for each in next_chunks([waits, goes], 13)] == [goes]
 
 
 def test_nothing_of_an_ended_prompt_is_launched() -> None:
