@@ -272,18 +272,12 @@ class Session:
         for each in message.deltas:
             if found := self.streams.get(each.request_id):  # else the request is over
                 try:
-                    delta = wire.delta(each, has_logprobs=found.has_logprobs)
-                    if (largest := max(delta.token_ids, default=0)) >= self._vocab_size:
-                        found.end_attempt(self._unknown(largest))
-                    elif (
-                        found.has_logprobs
-                        and (largest := wire.largest_top_token(each)) >= self._vocab_size
-                    ):
-                        found.end_attempt(self._unknown(largest, "top_token_ids"))
-                    else:
-                        self._feed(found, delta, now)
+                    delta = wire.delta(
+                        each, has_logprobs=found.has_logprobs, vocab_size=self._vocab_size
+                    )
+                    self._feed(found, delta, now)
                 except WrongDelta as wrong:
-                    found.end_attempt(AttemptFailed(str(wrong)))
+                    self._end_wrong(found, str(wrong))
                 except Exception:
                     _crash(found)
         for each in message.failures:
@@ -294,13 +288,11 @@ class Session:
         """End the attempts of choices for which a token came that the model does not have."""
         for number, token_id in zip(numbers, token_ids, strict=True):
             if token_id >= self._vocab_size and (numbered := self._numbered.get(number)):
-                numbered[0].end_attempt(self._unknown(token_id))
+                told = wire.unknown_token("token_ids", token_id, self._vocab_size)
+                self._end_wrong(numbered[0], told)
 
-    def _unknown(self, token_id: int, field: str = "token_ids") -> AttemptFailed:
-        return AttemptFailed(
-            f"{self.worker.member.worker_id}: {field}: found {token_id}; allowed: 0 to "
-            f"{self._vocab_size - 1}"
-        )
+    def _end_wrong(self, stream: Stream, told: str) -> None:
+        stream.end_attempt(AttemptFailed(f"{self.worker.member.worker_id}: {told}"))
 
     def _feed(self, stream: Stream, delta: Delta, now: float) -> None:
         stream.on_delta(delta, now)

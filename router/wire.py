@@ -19,12 +19,7 @@ from pagewire.protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from pagewire.protos.token_ids import (
-    TOKEN_BYTES,
-    pack_token_ids,
-    token_array,
-    unpack_token_ids,
-)
+from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from protos.contract import CONTRACT_VERSION
 from protos.sampling_limits import MAX_CHOICES
 from router.chat_format import ToolCallFormat
@@ -273,14 +268,21 @@ def cancel(request_id: str, choices: Sequence[int] = ()) -> worker_pb2.SessionRe
     )
 
 
-def delta(message: worker_pb2.TokenDelta, *, has_logprobs: bool) -> Delta:
+def delta(message: worker_pb2.TokenDelta, *, has_logprobs: bool, vocab_size: int) -> Delta:
     """Convert new tokens of one choice, with their log probabilities if requested.
 
     Raises:
-        WrongDelta: A token id is cut off.
+        WrongDelta: A token id is cut off or unknown, or there are not as many ids of most probable
+            tokens as log probabilities.
     """
+    logprobs = message.logprobs if has_logprobs else ()
     try:
-        token_ids = unpack_token_ids(message.token_ids)
+        token_ids = _known_ids("token_ids", message.token_ids, vocab_size)
+        for each in logprobs:
+            num_top = len(_known_ids("top_token_ids", each.top_token_ids, vocab_size))
+            if num_top != len(each.top_logprobs):
+                allowed = f"{len(each.top_logprobs)}, one for each of top_logprobs"
+                raise ValueError(f"top_token_ids: found {num_top}; allowed: {allowed}")
     except ValueError as error:
         raise WrongDelta(f"choice {message.choice}: {error}") from None
     return Delta(
@@ -288,28 +290,22 @@ def delta(message: worker_pb2.TokenDelta, *, has_logprobs: bool) -> Delta:
         choice=message.choice,
         first_index=message.first_index,
         token_ids=token_ids,
-        logprobs=message.logprobs if has_logprobs else (),
+        logprobs=logprobs,
         finish=_FINISHES.get(message.finish_reason),
         stats=_stats(message.stats) if message.HasField("stats") else None,
     )
 
 
-def largest_top_token(message: worker_pb2.TokenDelta) -> int:
-    """Return the largest of the most probable tokens that are told; 0: none is.
+def _known_ids(field: str, packed: bytes, vocab_size: int) -> list[int]:
+    token_ids = unpack_token_ids(packed)
+    if (largest := max(token_ids, default=0)) >= vocab_size:
+        raise ValueError(unknown_token(field, largest, vocab_size))
+    return token_ids
 
-    Raises:
-        WrongDelta: There are not as many token ids as log probabilities, or one is cut off.
-    """
-    largest = 0
-    for each in message.logprobs:
-        found, allowed = len(each.top_token_ids), TOKEN_BYTES * len(each.top_logprobs)
-        if found != allowed:
-            raise WrongDelta(
-                f"choice {message.choice}: top_token_ids: found {found} bytes; allowed: {allowed}, "
-                f"{TOKEN_BYTES} for each of top_logprobs"
-            )
-        largest = max(largest, max(token_array(each.top_token_ids), default=0))
-    return largest
+
+def unknown_token(field: str, token_id: int, vocab_size: int) -> str:
+    """Say that the model does not have a token."""
+    return f"{field}: found {token_id}; allowed: 0 to {vocab_size - 1}"
 
 
 def failure(message: worker_pb2.RequestFailure) -> Failure:

@@ -455,16 +455,22 @@ def test_wrong_tokens_among_the_most_probable_end_the_attempt_alone(
     run_virtual(main())
 
 
-def test_a_client_whose_only_worker_sends_tokens_of_no_model_gets_a_clear_error() -> None:
+@pytest.mark.parametrize(
+    ("token_ids", "whose"), [([VOCAB_SIZE], "decode-0"), ([3, VOCAB_SIZE], "decode-0: choice 0")]
+)
+def test_a_client_whose_only_worker_sends_tokens_of_no_model_gets_a_clear_error(
+    token_ids: list[int], whose: str
+) -> None:
     async def main() -> None:
         async def send_it(session: Session, submit: Submit) -> None:
-            session.send(delta(submit, 0, 0, token_ids=pack_token_ids([VOCAB_SIZE])))
+            session.send(delta(submit, 0, 0, token_ids=pack_token_ids(token_ids)))
 
         async with running_router(ScriptedWorker("decode-0", serve=send_it)) as tested:
             answer = await tested.generate()
 
             assert answer.error is not None
-            assert "token_ids: found 400; allowed: 0 to 399" in (answer.error.details() or "")
+            told = f"{whose}: token_ids: found 400; allowed: 0 to 399"
+            assert told in (answer.error.details() or "")
 
     run_virtual(main())
 
