@@ -16,7 +16,7 @@ from pagewire.arguments import (
 )
 from pagewire.assembly import CompletionBuilder
 from pagewire.errors import PagewireError, ServerError
-from pagewire.hedging import Cancellable, HedgedCall
+from pagewire.hedging import HedgedCall
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import unpack_token_ids
 from pagewire.resumption import OnRouterLost, Reader, ResumableCall
@@ -248,7 +248,7 @@ class AsyncClient:
         inbox = _Inbox()
         limit_s = self._timeout_s(timeout_s)
 
-        def start(routers: Routers, reader: Reader, spent_s: float = 0.0) -> ResumableCall:
+        def start(routers: Routers, reader: Reader, spent_s: float) -> ResumableCall:
             own = inference_pb2.GenerateRequest()
             own.CopyFrom(request)  # a call that is resumed changes it
             return ResumableCall(
@@ -262,24 +262,12 @@ class AsyncClient:
                 on_router_lost=self._on_router_lost,
             )
 
-        call: Cancellable
-        first: ResumableCall
+        call: ResumableCall | HedgedCall
         others, after_s = self._other_routers, self._hedge_after_s
         if others is None or after_s >= limit_s:
-            call = start(self._routers, inbox)
+            call = start(self._routers, inbox, 0.0)
         else:
-            hedges = others
-
-            def start_first(reader: Reader) -> Cancellable:
-                nonlocal first
-                first = start(self._routers, reader)
-                return first
-
-            def start_hedge(reader: Reader) -> Cancellable:
-                hedges.use_after(first.address)  # others may have moved from there
-                return start(hedges, reader, spent_s=after_s)
-
-            call = HedgedCall(start_first, start_hedge, inbox, after_s)
+            call = HedgedCall(start, self._routers, others, inbox, after_s)
         return AsyncStream(call, inbox, num_choices=max(request.sampling.n, 1))
 
     def _timeout_s(self, timeout_s: float | None) -> float:
@@ -295,7 +283,9 @@ class AsyncStream:
     ends; any other end before the last delta raises a PagewireError.
     """
 
-    def __init__(self, call: Cancellable, inbox: "_Inbox", *, num_choices: int) -> None:
+    def __init__(
+        self, call: ResumableCall | HedgedCall, inbox: "_Inbox", *, num_choices: int
+    ) -> None:
         self._call = call
         self._inbox = inbox
         self._builder = CompletionBuilder(num_choices)

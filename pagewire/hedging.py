@@ -9,26 +9,23 @@ Source: "hedged requests" in Dean and Barroso, "The Tail at Scale", 2013.
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
 from pagewire.errors import PagewireError
-from pagewire.resumption import Reader
+from pagewire.resumption import Reader, ResumableCall
+from pagewire.routers import Routers
 from pagewire.wire import AnswerPart
 
-
-class Cancellable(Protocol):
-    """A running call."""
-
-    def cancel(self) -> None:
-        """End the call silently; harmless after the end."""
+# Starts a call at the routers for the reader; so many seconds of its time have passed.
+StartCall = Callable[[Routers, Reader, float], ResumableCall]
 
 
 class HedgedCall:
     """One call at one router or, after a while without a message, at two.
 
     Args:
-        start: Starts the call at the first router, with a reader.
-        start_hedge: Starts it at the second one.
+        start: Starts the call and, later, its hedge.
+        routers: The routers of the call.
+        other_routers: The same ones for the hedge, which goes to the one behind the call's.
         reader: Gets the answer of the call that sends the first message.
         after_s: How long to wait for that before the hedge starts, in seconds.
 
@@ -38,17 +35,20 @@ class HedgedCall:
 
     def __init__(
         self,
-        start: Callable[[Reader], Cancellable],
-        start_hedge: Callable[[Reader], Cancellable],
+        start: StartCall,
+        routers: Routers,
+        other_routers: Routers,
         reader: Reader,
         after_s: float,
     ) -> None:
-        self._start_hedge = start_hedge
+        self._start = start
+        self._other_routers = other_routers
         self._reader = reader
+        self._after_s = after_s
         self._chosen: _Side | None = None
         first = _Side(self)
         self._sides = [first]
-        first.call = start(first)
+        self._first = first.call = start(routers, first, 0.0)
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(after_s, self._hedge)
 
@@ -80,7 +80,8 @@ class HedgedCall:
         second = _Side(self)
         self._sides.append(second)
         try:
-            second.call = self._start_hedge(second)
+            self._other_routers.use_after(self._first.address)  # where it is now
+            second.call = self._start(self._other_routers, second, self._after_s)
         except PagewireError:  # without a hedge the call is what it was
             self._sides.remove(second)
 
@@ -89,7 +90,7 @@ class _Side:
     """One of the two calls, as its reader."""
 
     def __init__(self, hedged: HedgedCall) -> None:
-        self.call: Cancellable | None = None
+        self.call: ResumableCall | None = None
         self._hedged = hedged
         self._is_over = False
 
