@@ -206,7 +206,7 @@ class PrefillReceivers:
 
     def _trust(self, sender: WorkerIdentity) -> None:
         del self._distrusted[sender]
-        self._scheduler.trust(sender)
+        self._scheduler.candidates.trust(sender)
 
     async def _clean_up(
         self, request_id: str, attempt: RemotePrefill, quarantined: tuple[Quarantined, ...]

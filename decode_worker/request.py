@@ -17,7 +17,7 @@ later steps skip a choice that ended meanwhile, and it gives them back when the 
 
 import enum
 from array import array
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -181,19 +181,6 @@ class PrefillGroup:
     def drop_ended(self) -> None:
         """Forget choices that ended, but keep one; not while first tokens are being drawn."""
         self.choices = [each for each in self.choices if not each.is_ended] or self.choices[:1]
-
-    def next_candidate(
-        self, candidates: Sequence[WorkerIdentity], distrusted: Container[WorkerIdentity]
-    ) -> WorkerIdentity | None:
-        """Return the prefill worker to ask next; None: all were asked.
-
-        Args:
-            candidates: The ones that may be asked, best first.
-            distrusted: Asked last.
-        """
-        left = [each for each in candidates if each not in self.failed]
-        trusted = [each for each in left if each not in distrusted]
-        return next(iter(trusted or left), None)
 
 
 @dataclass(kw_only=True, slots=True)  # not frozen, which would make construction many times slower

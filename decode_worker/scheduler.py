@@ -24,6 +24,7 @@ import itertools
 from collections.abc import Container, Iterable, Sequence
 from typing import TypeVar
 
+from decode_worker.candidates import Candidates
 from decode_worker.chunk_budget import ChunkBudget
 from decode_worker.config import DecodeConfig
 from decode_worker.request import (
@@ -66,6 +67,10 @@ class Scheduler:
     Invariants: a choice is in exactly one place (waiting, parked, receiving, computing, joining,
     running, or ended); at most max_running_sequences choices run or hold pages for a prefill; the
     queues are sorted by age.
+
+    Attributes:
+        totals: What this worker has done since its start.
+        candidates: Chooses the prefill workers that are asked.
     """
 
     def __init__(
@@ -97,10 +102,7 @@ class Scheduler:
         # Whether something changed that may let a waiting group in. Without it every step would
         # match a long queue of long prompts again.
         self._is_admission_due = False
-        self._met: tuple[WorkerIdentity, ...] = ()  # prefill workers, as a router last named them
-        self._num_arrivals_before_met = 0
-        # Asked last, so that many groups waiting for one prefix learn together that it is gone.
-        self._distrusted: set[WorkerIdentity] = set()
+        self.candidates = Candidates()
         self._turns: SuspectTurns[Request] = SuspectTurns()
         self._chunk_budget = ChunkBudget(
             budget_s=config.step_budget_ms / 1000,
@@ -310,7 +312,7 @@ class Scheduler:
             self.totals.transfer_failures += 1
             group.request.stats.prefill_retries += 1
             assert group.candidate is not None
-            self._distrusted.add(group.candidate)
+            self.candidates.distrust(group.candidate)
             # If first tokens were drawn, the choices may differ from now on.
             for rest in group_by_tokens([each for each in group.choices if not each.is_ended]):
                 rest.failed = (*group.failed, group.candidate)
@@ -335,12 +337,7 @@ class Scheduler:
 
     def meet(self, prefill_workers: Sequence[WorkerIdentity]) -> None:
         """Take the prefill workers that a router can use now, instead of those named before."""
-        self._met = tuple(prefill_workers)
-        self._num_arrivals_before_met = self._num_arrivals
-
-    def trust(self, prefill_worker: WorkerIdentity) -> None:
-        """Forget that the last attempt at a prefill worker failed."""
-        self._distrusted.discard(prefill_worker)
+        self.candidates.meet(prefill_workers, self._num_arrivals)
 
     def release_quarantine(self, pages: Sequence[Quarantined]) -> None:
         """Free pages that no transfer can write any more."""
@@ -533,7 +530,7 @@ class Scheduler:
             if match.last_pending_page is not None:
                 self._parked.park(self._waiting.pop(0), match.last_pending_page)
                 continue
-            candidate = group.next_candidate(self._candidates(group.request), self._distrusted)
+            candidate = self.candidates.next_for(group)
             is_local = prefills_locally(
                 num_uncached_tokens=len(group.tokens) - match.num_ready_pages * self._page_size,
                 has_candidate=candidate is not None,
@@ -558,18 +555,6 @@ class Scheduler:
                 receives.append(group)
         self._is_admission_due = bool(self._waiting)  # the next step looks at more
         return receives
-
-    def _candidates(self, request: Request) -> Sequence[WorkerIdentity]:
-        """Return the prefill workers to ask for a request, best first.
-
-        Its own come first, but all of them may have left while it waited. One has also left if a
-        router has named another start of it since.
-        """
-        own: Sequence[WorkerIdentity] = request.candidates
-        if request.arrival < self._num_arrivals_before_met:
-            named = {each.worker_id: each for each in self._met}
-            own = [each for each in own if named.get(each.worker_id, each) == each]
-        return (*own, *self._met)
 
     def _num_active(self) -> int:
         groups = itertools.chain(self._receiving, self._computing, self._joining)

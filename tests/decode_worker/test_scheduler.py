@@ -94,20 +94,6 @@ def test_choices_with_equal_tokens_share_one_prefill() -> None:
     assert [list(group.tokens) for group in groups] == [[1, 2], [1, 2, 7], [1, 2, 7, 8]]
 
 
-def test_candidates_are_asked_in_order_but_suspects_last_and_none_twice() -> None:
-    group = group_by_tokens(request_with({0: ()}).choices)[0]
-    first, second = CANDIDATES
-    assert group.next_candidate(CANDIDATES, ()) == first
-    assert group.next_candidate(CANDIDATES, {first}) == second
-    assert group.next_candidate(CANDIDATES, {first, second}) == first
-    group.failed = (first,)
-    assert group.next_candidate(CANDIDATES, {second}) == second
-    group.failed = (replace(first, incarnation=-1), second)
-    assert group.next_candidate(CANDIDATES, ()) == first, "another start of it failed"
-    group.failed = (second, first)
-    assert group.next_candidate(CANDIDATES, ()) is None
-
-
 # Planted bugs: each must be found by the state machine.
 
 
@@ -322,16 +308,6 @@ def all_asked(scheduler: Scheduler) -> list[WorkerIdentity | None]:
         asked.append(group.candidate)
         scheduler.receive_failed(group, may_be_written=False)
     return asked
-
-
-def test_prefill_workers_that_a_router_has_named_are_asked_after_the_candidates() -> None:
-    scheduler = scheduler_with(num_pages=100)
-    first, second = CANDIDATES
-    met = replace(first, worker_id="met")
-    scheduler.submit(prompt_request(*range(100)))
-    scheduler.meet([met, first])
-
-    assert all_asked(scheduler) == [first, second, met]
 
 
 @pytest.mark.parametrize("has_waited", [True, False])
