@@ -35,13 +35,14 @@ from decode_worker.request import (
     TokenDelta,
     group_by_tokens,
 )
+from decode_worker.seats import Seats
 from decode_worker.step_plan import Chunk, PageCopy, StepPlan
 from kv_cache.errors import OutOfPages
 from kv_cache.layout import num_pages_for
 from kv_cache.page_pool import Quarantined
 from kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from llm_engine.drawing import finish_reason
-from llm_engine.engine_step import SeatPages, StepResult
+from llm_engine.engine_step import StepResult
 from llm_engine.sampling import SampledToken
 from worker.identity import ModelInfo, WorkerIdentity
 from worker.load import WorkerTotals
@@ -95,8 +96,7 @@ class Scheduler:
         self._computing: list[PrefillGroup] = []
         self._joining: list[PrefillGroup] = []
         self._running: list[Choice] = []
-        self._free_seats = list(range(config.max_running_sequences))
-        self._ended_seats: list[int] = []  # that the engine does not know yet
+        self._seats = Seats(config.max_running_sequences)
         self._num_in_flight = 0  # copies, decodes and chunks of steps
         self._has_ended_choices = False
         # Whether something changed that may let a waiting group in. Without it every step would
@@ -170,13 +170,13 @@ class Scheduler:
             computing = [group for group in self._computing if takes_part(group.request)]
         else:  # copies get a separate step, so that a failure is blamed on no other request
             decodes, computing = [], []
-        started, extended = self._seat(decodes)
+        started, extended = self._seats.tell(decodes)
         chunk_tokens = max_tokens - len(decodes)
         if decodes:
             chunk_tokens = min(chunk_tokens, self._chunk_budget.num_tokens)
         plan = StepPlan(
             copies=tuple(copies),
-            ended_seats=tuple(self._ended_seats),
+            ended_seats=tuple(self._seats.ended),
             started=started,
             extended=extended,
             decodes=tuple(decodes),
@@ -185,7 +185,7 @@ class Scheduler:
             is_partial=self._is_admission_due and not is_short,
         )
         if not plan.is_empty:
-            self._ended_seats.clear()
+            self._seats.ended.clear()
             self._count_in_flight(plan, 1)
         return plan
 
@@ -357,9 +357,7 @@ class Scheduler:
         for group in groups:
             assert (group.pages is None) == (group.state is GroupState.WAITING), "pages and state"
         assert all(choice.pages is not None for choice in self._running), "running without pages"
-        seats = [choice.seat for choice in self._running]
-        num_seats = self._config.max_running_sequences
-        assert sorted(seats + self._free_seats) == list(range(num_seats)), "a seat is lost"
+        self._seats.check_integrity(self._running)
         flying: list[Choice | PrefillGroup] = [*self._running, *self._computing]
         assert self._num_in_flight or not any(each.num_in_flight for each in flying), "in flight"
 
@@ -452,21 +450,6 @@ class Scheduler:
         max_tokens = choice.request.params.max_tokens
         return num_output >= max_tokens or num_tokens >= self._model.max_context_tokens
 
-    def _seat(self, decodes: Sequence[Choice]) -> tuple[tuple[Choice, ...], tuple[SeatPages, ...]]:
-        """Return the choices that the engine does not know yet, and new pages of the rest."""
-        started, extended = [], []
-        for choice in decodes:
-            assert choice.pages is not None
-            page_ids, num_known = choice.pages.page_ids, choice.num_seated_pages
-            if len(page_ids) == num_known:
-                continue
-            choice.num_seated_pages = len(page_ids)
-            if num_known:
-                extended.append(SeatPages(seat=choice.seat, page_ids=tuple(page_ids[num_known:])))
-            else:
-                started.append(choice)
-        return tuple(started), tuple(extended)
-
     def _youngest_after(self, choice: Choice) -> Choice | PrefillGroup | None:
         holders: list[Choice | PrefillGroup] = [*self._running[-1:], *self._computing[-1:]]
         youngest = max(holders, key=lambda each: each.age)  # at least `choice` itself
@@ -496,7 +479,7 @@ class Scheduler:
         _insert(self._waiting, group)
 
     def _start_running(self, choice: Choice) -> None:
-        choice.seat = self._free_seats.pop()
+        self._seats.take(choice)
         _insert(self._running, choice)
 
     def _stop_running(self, choice: Choice) -> None:
@@ -504,10 +487,7 @@ class Scheduler:
         assert choice.pages is not None
         assert not choice.num_in_flight, "a step in flight touches its pages"
         self._running.remove(choice)
-        if choice.num_seated_pages:
-            self._ended_seats.append(choice.seat)
-        self._free_seats.append(choice.seat)
-        choice.seat, choice.num_seated_pages = -1, 0
+        self._seats.leave(choice)
         # K and V of the last token are not computed yet, or uncertain after a failed pass.
         self._cache.insert(choice.pages, choice.tokens()[:-1])
         self._cache.release(choice.pages)

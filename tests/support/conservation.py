@@ -59,7 +59,6 @@ def worker_leaks(worker: WorkerHost) -> list[str]:
     held = {"background tasks": len(worker._context.tasks._tasks)}
     if pool.name == "decode":
         queues += ["_receiving", "_joining", "_running"]
-        num_seats = pool._config.max_running_sequences
         receivers = pool._receivers
         num_meeting = len(receivers._meeting)  # connected ahead, for no request
         num_users = sum(each.users._num_users for each in receivers._peers.values())
@@ -68,7 +67,7 @@ def worker_leaks(worker: WorkerHost) -> list[str]:
             "requests": len(pool._active),
             "requests of sessions": sum(len(each.requests) for each in pool._sessions.values()),
             "tokens in outboxes": sum(each._num_tokens for each in pool._sessions),
-            "seats": num_seats - len(set(scheduler._free_seats)),
+            "seats": scheduler._seats._num_seats - len(set(scheduler._seats._free)),
             "steps in flight": scheduler._num_in_flight,
             "masks": len(pool._masks._busy),
             "attempts": len(receivers._running),
