@@ -188,8 +188,6 @@ class _ChatAnswer:
     async def whole(self) -> dict[str, Any]:
         """Return the complete answer."""
         async for batch in self._generation.batches():
-            if self._request.has_logprobs:
-                await self._generation.load_texts(batch)
             for _, response in batch:
                 choice = self._choice(response)
                 choice.logprobs += self._logprobs(response)
@@ -204,8 +202,6 @@ class _ChatAnswer:
         head = {**self._head, "object": "chat.completion.chunk"}
         chunks = Chunks(head, has_usage=delivery.has_usage)
         async for batch in self._generation.batches():
-            if self._request.has_logprobs:
-                await self._generation.load_texts(batch)
             events = "".join(
                 chunks.chunk(each) for _, response in batch for each in self._deltas(response)
             )

@@ -182,8 +182,6 @@ class _Answer:
     async def whole(self) -> dict[str, Any]:
         """Return the complete answer."""
         async for batch in self._generation.batches():
-            if self._request.logprobs is not None:
-                await self._generation.load_texts(batch)
             for number, response in batch:
                 self._take(number, response)
         choices = [
@@ -202,8 +200,6 @@ class _Answer:
         delivery = self._request.delivery
         chunks = Chunks(self._head, has_usage=delivery.has_usage)
         async for batch in self._generation.batches():
-            if self._request.logprobs is not None:
-                await self._generation.load_texts(batch)
             events = []
             for number, response in batch:
                 index, text, logprobs = self._take(number, response)

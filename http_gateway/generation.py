@@ -1,6 +1,6 @@
 """Shared by all generating endpoints: starting calls, reading their answers, accounting."""
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from http_gateway.answers import Answers, Message
@@ -55,6 +55,7 @@ class Generation:
         self._model = model
         self._requests = requests
         self._is_stream = is_stream
+        self._has_logprobs = any(each.sampling.HasField("logprobs") for each in requests)
         self._answers: Answers | None = None
         exchange.record.model = model.name
         exchange.record.is_stream = is_stream
@@ -80,6 +81,8 @@ class Generation:
     async def batches(self) -> AsyncIterator[list[Message]]:
         """Yield the messages that arrived since the last time, until all calls are over.
 
+        `texts` has all tokens that their log probabilities name.
+
         Raises:
             PagewireError: A call failed.
         """
@@ -100,6 +103,9 @@ class Generation:
                     self._exchange.metrics.choice_finished(self._model.name, reason)
                 if response.HasField("usage"):
                     self._account(response.usage)
+            if self._has_logprobs:
+                responses = (response for _, response in arrived if response.logprobs)
+                await self.texts.load(self._exchange.authorization, self._model, responses)
             yield arrived
         self._exchange.metrics.answered(self._model.name, record.elapsed_s)
 
@@ -107,14 +113,6 @@ class Generation:
         if self._is_stream:
             return self._exchange.config.stream_interval_s
         return 0.0 if self._model.has_reasoning else WHOLE_S  # tokens of reasoning are counted
-
-    async def load_texts(self, arrived: Iterable[Message]) -> None:
-        """Fetch the texts of all tokens that log probabilities name."""
-        await self.texts.load(
-            self._exchange.authorization,
-            self._model,
-            (response for _, response in arrived if response.logprobs),
-        )
 
     def _note_first_token(self, response: inference_pb2.GenerateResponse) -> None:
         record = self._exchange.record

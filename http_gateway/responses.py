@@ -160,8 +160,6 @@ class _Answer:
     async def read(self) -> None:
         """Read the whole answer."""
         async for batch in self._generation.batches():
-            if self._request.has_logprobs:
-                await self._generation.load_texts(batch)
             for _, response in batch:
                 self._add(response)
         self._builder.end(self._usage())
@@ -170,8 +168,6 @@ class _Answer:
         """Send events as they come."""
         has_begun = False
         async for batch in self._generation.batches():
-            if self._request.has_logprobs:
-                await self._generation.load_texts(batch)
             events = "" if has_begun else self._builder.begin()
             has_begun = True
             events += "".join(self._add(response) for _, response in batch)
