@@ -51,6 +51,7 @@ class Receiver:
 
     Attributes:
         driver: Takes the sender's messages, cancels, and knows when nothing can write any more.
+        stats: The amounts received so far, committed or not.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Receiver:
         self._run_blocking = run_blocking
         self._slots: dict[int, Callable[[], None]] = {}  # chunk |-> called with its slot
         self._slot_bytes: dict[int, int] = {}  # chunk that has a slot |-> its size
-        self._stats = TransferStats()
+        self.stats = TransferStats()
         # Loop times of begin and end: of those posted at once, one begins when the other ends.
         self._receives: list[tuple[float, float]] = []
         self.driver: Driver[ReceiverState, ReceiverEvent, ReceiverAction] = Driver(
@@ -93,12 +94,7 @@ class Receiver:
             TransferError: The attempt failed; committed pages stay committed.
         """
         await self.driver.outcome()
-        return self._stats
-
-    @property
-    def stats(self) -> TransferStats:
-        """The amounts received so far, committed or not."""
-        return self._stats
+        return self.stats
 
     def wire_s_after(self, at: float) -> float:
         """Return how much of `stats.wire_s` lies after a loop time."""
@@ -159,10 +155,10 @@ class Receiver:
         last_end = self._receives[-1][1] if self._receives else posted_at
         began_at, ended_at = max(posted_at, last_end), loop.time()
         self._receives.append((began_at, ended_at))
-        self._stats = TransferStats(
-            pages_moved=self._stats.pages_moved + post.num_pages,
-            bytes_moved=self._stats.bytes_moved + num_bytes,
-            wire_s=self._stats.wire_s + ended_at - began_at,
+        self.stats = TransferStats(
+            pages_moved=self.stats.pages_moved + post.num_pages,
+            bytes_moved=self.stats.bytes_moved + num_bytes,
+            wire_s=self.stats.wire_s + ended_at - began_at,
         )
         self.driver.post(ReceiveDone(post.chunk))
 

@@ -48,6 +48,7 @@ class Sender:
 
     Attributes:
         driver: Takes the receiver's messages, cancels, and knows when nothing can read any more.
+        stats: The amounts sent so far, acknowledged or not.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Sender:
         self._run_blocking = run_blocking
         self._page_ids: list[tuple[int, ...]] = []  # chunk |-> ids of its pages
         self._orders: dict[int, int] = {}  # chunk that was posted just now |-> number of the send
-        self._stats = TransferStats()
+        self.stats = TransferStats()
         self._last_sent_at = 0.0  # loop time; a send posted before it begins then
         self.driver: Driver[SenderState, SenderEvent, SenderAction] = Driver(
             state=begin(ticket),
@@ -99,12 +100,7 @@ class Sender:
             TransferError: The attempt failed; sends may still be posted.
         """
         await self.driver.outcome()
-        return self._stats
-
-    @property
-    def stats(self) -> TransferStats:
-        """The amounts sent so far, acknowledged or not."""
-        return self._stats
+        return self.stats
 
     def _seconds(self, wait: Wait) -> float:
         load = self._outgoing.load
@@ -146,10 +142,10 @@ class Sender:
             self.driver.post(ConnectionLost(f"send failed: {error}"))
             return
         ended_at = loop.time()
-        self._stats = TransferStats(
-            pages_moved=self._stats.pages_moved + len(page_ids),
-            bytes_moved=self._stats.bytes_moved + num_bytes,
-            wire_s=self._stats.wire_s + ended_at - max(posted_at, self._last_sent_at),
+        self.stats = TransferStats(
+            pages_moved=self.stats.pages_moved + len(page_ids),
+            bytes_moved=self.stats.bytes_moved + num_bytes,
+            wire_s=self.stats.wire_s + ended_at - max(posted_at, self._last_sent_at),
         )
         self._last_sent_at = ended_at
         self.driver.post(SendDone(chunk))
