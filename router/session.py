@@ -197,7 +197,7 @@ class Session:
         for choice in stream.generation.choices:
             self._numbered[self._next_number] = stream, choice
             self._next_number += 1
-        self._post(message)
+        self._outbox.add(message)
 
     def remove(self, stream: Stream) -> None:
         """Drop a stream; cancel its choices that are still open at the worker."""
@@ -207,7 +207,7 @@ class Session:
             for choice in stream.generation.choices:
                 del self._numbered[stream.first_number + choice.index]
             if stream.generation.is_running_at_worker:
-                self._post(wire.cancel(request_id))
+                self._outbox.add(wire.cancel(request_id))
 
     def fail(self, reason: str) -> None:
         """End the attempts of all streams; each request continues elsewhere."""
@@ -249,9 +249,6 @@ class Session:
             worker_id = self.worker.member.worker_id
             logger.exception("session_writer_crashed", extra=fields(worker_id=worker_id))
             call.cancel()
-
-    def _post(self, message: Any) -> None:
-        self._outbox.add(message)
 
     def _receive(self, message: Any) -> None:
         now = asyncio.get_running_loop().time()
@@ -298,7 +295,7 @@ class Session:
         stream.on_delta(delta, now)
         # The worker then frees choices that have ended here but not there.
         if choices := stream.generation.take_stopped():
-            self._post(wire.cancel(stream.generation.request.request_id, choices))
+            self._outbox.add(wire.cancel(stream.generation.request.request_id, choices))
 
 
 def _delta(stream: Stream, choice: Choice, token_id: int, index: int) -> Delta:
