@@ -126,19 +126,7 @@ class WorkerHost:
             make_probe=self._probe,
             max_failed_passes=context.config.max_failed_passes,
         )
-        self._servicer = WorkerServicer(
-            identity=context.identity,
-            pool=pool.name,
-            model=context.model,
-            layout=context.layout,
-            transports=[transport.name for transport in context.transports],
-            max_choices=pool.max_choices,
-            pages=context.cache.pool,
-            feed=self._feed,
-            load=self._load,
-            totals=pool.scheduler.totals,
-            heartbeat_s=context.config.heartbeat_s,
-        )
+        self._servicer = WorkerServicer(context, pool, self._feed, self._load)
         self._running: asyncio.Task[None] | None = None
 
     def register(self, server: grpc.aio.Server) -> None:

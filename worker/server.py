@@ -1,17 +1,17 @@
 """WorkerService: the service that workers of both pools offer to routers, beside their own."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
 from kv_cache.event_log import EventBatch
-from kv_cache.layout import KVLayout
-from kv_cache.page_pool import PagePool
 from pagewire.protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from worker.cache_feed import CacheFeed
+from worker.config import HostConfig
+from worker.context import WorkerContext
 from worker.errors import (
     Draining,
     EngineFailed,
@@ -23,9 +23,11 @@ from worker.errors import (
     TimedOut,
     WorkerError,
 )
-from worker.identity import ModelInfo, WorkerIdentity
-from worker.load import WorkerLoad, WorkerTotals
+from worker.load import WorkerLoad
 from worker.wire import heartbeat_to_proto, worker_to_proto
+
+if TYPE_CHECKING:  # worker.host imports this
+    from worker.host import Pool
 
 WORKER_SERVICE = "pagewire.v1.WorkerService"
 # Each pool adds its own errors.
@@ -47,68 +49,53 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Describes the worker, beats, and publishes its cache events.
 
     Args:
-        pool: "prefill" or "decode".
-        transports: Names, best first.
+        context: The worker.
+        pool: Its pool.
+        feed: Its cache events.
         load: Returns the current load.
-        totals: Counters, read at each heartbeat.
-        max_choices: The most choices of one request; 0 on prefill workers, which have no limit.
     """
 
     def __init__(
         self,
-        *,
-        identity: WorkerIdentity,
-        pool: str,
-        model: ModelInfo,
-        layout: KVLayout,
-        transports: Sequence[str],
-        pages: PagePool,
+        context: WorkerContext[HostConfig],
+        pool: "Pool",
         feed: CacheFeed,
         load: Callable[[], WorkerLoad],
-        totals: WorkerTotals,
-        heartbeat_s: float,
-        max_choices: int = 0,
     ) -> None:
-        self._identity = identity
-        self._pool = POOLS[pool]
-        self._model = model
-        self._layout = layout
-        self._transports = transports
-        self._pages = pages
+        self._context = context
+        self._pool = pool
         self._feed = feed
         self._load = load
-        self._totals = totals
-        self._heartbeat_s = heartbeat_s
-        self._max_choices = max_choices
 
     def heartbeat(self) -> inference_pb2.Heartbeat:
         """Return the load and totals of this moment."""
         return heartbeat_to_proto(
-            identity=self._identity,
-            pool=self._pool,
+            identity=self._context.identity,
+            pool=POOLS[self._pool.name],
             load=self._load(),
-            pages=self._pages.counts(),
-            totals=self._totals,
+            pages=self._context.cache.pool.counts(),
+            totals=self._pool.scheduler.totals,
         )
 
     async def GetInfo(
         self, request: worker_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.GetInfoResponse:
+        own, model, layout = self._context, self._context.model, self._context.layout
         return worker_pb2.GetInfoResponse(
-            worker=worker_to_proto(self._identity),
-            pool=self._pool,
+            worker=worker_to_proto(own.identity),
+            pool=POOLS[self._pool.name],
             model=inference_pb2.Model(
-                name=self._model.name,
-                max_context_tokens=self._model.max_context_tokens,
-                vocab_size=self._model.vocab_size,
-                page_size=self._layout.page_size,
-                max_choices=self._max_choices,
+                name=model.name,
+                max_context_tokens=model.max_context_tokens,
+                vocab_size=model.vocab_size,
+                page_size=layout.page_size,
+                max_choices=self._pool.max_choices,
             ),
-            model_fingerprint=self._model.fingerprint,
-            eos_token_ids=self._model.eos_token_ids,
-            num_pages=self._pages.num_pages,
-            page_bytes=self._layout.page_bytes,
-            transports=self._transports,
+            model_fingerprint=model.fingerprint,
+            eos_token_ids=model.eos_token_ids,
+            num_pages=own.cache.pool.num_pages,
+            page_bytes=layout.page_bytes,
+            transports=[transport.name for transport in own.transports],
         )
 
     async def Watch(
@@ -116,7 +103,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.WatchResponse]:
         while True:
             yield worker_pb2.WatchResponse(heartbeat=self.heartbeat())
-            await asyncio.sleep(self._heartbeat_s)
+            await asyncio.sleep(self._context.config.heartbeat_s)
 
     async def SubscribeCacheEvents(
         self,
