@@ -16,7 +16,7 @@ from credentials.door import front_door
 from http_gateway.config import GatewayConfig
 from observability.logs import configure_logging
 from observability.open_files import raise_file_limit
-from observability.serving_process import settle_process
+from observability.serving_process import settle_process, stop_in_time
 from options.interfaces import address_on
 from options.kept_by_name import kept_by_name
 from pagewire import Tls, UnavailableError
@@ -94,10 +94,7 @@ class GatewayActor:
         return os.getpid()
 
     async def _begin_anew(self, grace_s: float) -> None:
-        try:
-            await self._server.stop(grace_s)
-        except Exception:
-            log.exception("stop_failed")
+        await stop_in_time(self._server.stop, grace_s)
         os._exit(1)
 
     async def _find_routers(self) -> list[str]:

@@ -1,13 +1,20 @@
-"""A process that begins to serve: its age, its garbage collection and its thread switching."""
+"""A process that serves: its age, its garbage collection, its thread switching, and its end."""
 
+import asyncio
 import gc
+import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from observability.logs import fields
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 15.0  # beyond the grace, for everything that then ends
 YOUNG_OBJECTS = 20_000  # more than a step of many streams makes; a collection takes below 1 ms
 SWITCH_S = 0.0005
 
@@ -52,3 +59,20 @@ def process_age_s() -> float:
     words = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     started_s = int(words[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+
+
+async def stop_in_time(
+    stop: Callable[[float], Awaitable[None]], grace_s: float, **names: str
+) -> None:
+    """Stop in order; return also if that fails or takes too long, as the process ends then.
+
+    Args:
+        stop: Gives running work its argument in seconds, then ends everything.
+        grace_s: That argument.
+        names: Fields of the log line about a failure.
+    """
+    try:
+        async with asyncio.timeout(grace_s + CLOSE_TIMEOUT_S):
+            await stop(grace_s)
+    except Exception:
+        log.exception("stop_failed", extra=fields(**names))

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from observability.logs import configure_logging, fields
+from observability.serving_process import stop_in_time
 from options.kept_by_name import kept_by_name
 from router.errors import ControllerGone
 from router.settings import RouterSettings
@@ -19,7 +20,6 @@ from router.settings import RouterSettings
 log = logging.getLogger(__name__)
 
 FIND_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_S = 15.0  # beyond the grace, for everything that then ends
 
 
 @kept_by_name
@@ -88,11 +88,7 @@ class RouterActor:
         return os.getpid()
 
     async def _begin_anew(self, grace_s: float) -> None:
-        try:
-            async with asyncio.timeout(grace_s + CLOSE_TIMEOUT_S):
-                await self._process.stop(grace_s)
-        except Exception:
-            log.exception("stop_failed")
+        await stop_in_time(self._process.stop, grace_s)
         os._exit(1)
 
     async def _find_controller(self) -> str:

@@ -8,7 +8,6 @@ import logging
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -19,7 +18,7 @@ from credentials.secret import PartyKeys
 from llm_engine.gpu_context import making_context
 from llm_engine.model_identity import ModelIdentity
 from observability.logs import configure_logging, fields
-from observability.serving_process import process_age_s, without_collections
+from observability.serving_process import process_age_s, stop_in_time, without_collections
 from options.kept_by_name import kept_by_name
 from worker.errors import HostUnfit
 from worker.own_host import host_names, look
@@ -36,7 +35,6 @@ log = logging.getLogger(__name__)
 ANNOUNCE_TIMEOUT_S = 5.0
 CONTROLLER_START_S = 120.0  # as the launcher waits; first workers start beside it
 IDENTITY_TIMEOUT_S = 60.0  # for the controller to read some bytes of each tensor
-CLOSE_TIMEOUT_S = 15.0  # for calls still open when a worker has drained
 
 Config = TypeVar("Config", bound="HostConfig")
 
@@ -152,7 +150,7 @@ class WorkerActor(ABC, Generic[Config]):
     async def _leave(self, grace_s: float) -> None:
         worker_id = self._settings.worker_id
         log.info("worker_drains", extra=fields(worker_id=worker_id, grace_s=grace_s))
-        await self._end(self._process.drain, grace_s)
+        await stop_in_time(self._process.drain, grace_s, worker_id=worker_id)
         assert self._process.identity
         call: Any = self._controller.worker_left.remote(
             worker_id, self._process.identity.incarnation
@@ -166,16 +164,8 @@ class WorkerActor(ABC, Generic[Config]):
     async def _begin_anew(self, grace_s: float) -> None:
         worker_id = self._settings.worker_id
         log.info("worker_restarts", extra=fields(worker_id=worker_id, grace_s=grace_s))
-        await self._end(self._process.stop, grace_s)
+        await stop_in_time(self._process.stop, grace_s, worker_id=worker_id)
         os._exit(1)
-
-    async def _end(self, stop: Callable[[float], Awaitable[None]], grace_s: float) -> None:
-        """Stop in order; return also if that fails or takes too long, as the process ends then."""
-        try:
-            async with asyncio.timeout(grace_s + CLOSE_TIMEOUT_S):
-                await stop(grace_s)
-        except Exception:
-            log.exception("stop_failed", extra=fields(worker_id=self._settings.worker_id))
 
     async def _announce(self, identity: "WorkerIdentity", is_leaving: bool) -> None:
         own = ray.get_runtime_context()

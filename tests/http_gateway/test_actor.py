@@ -9,8 +9,9 @@ import pytest
 import ray
 
 from http_gateway.actor import FIND_TIMEOUT_S, GatewayActor
+from observability.serving_process import CLOSE_TIMEOUT_S
 from pagewire import UnavailableError
-from tests.support.virtual_time import run_virtual
+from tests.support.virtual_time import run_virtual, wait_until
 
 LOST = ray.exceptions.ActorUnavailableError("task 7 may or may not have been executed", None)
 
@@ -61,3 +62,23 @@ def test_one_that_does_not_come_back_is_told_of_in_time_without_words_of_ray(
         assert asyncio.get_running_loop().time() == pytest.approx(0 if is_over else FIND_TIMEOUT_S)
 
     run_virtual(main())
+
+
+def test_a_gateway_that_restarts_ends_though_its_server_does_not_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+
+    class Server:
+        async def stop(self, grace_s: float) -> None:
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        actor: Any = GatewayActor.__new__(GatewayActor)
+        actor._server, actor._ending = Server(), None
+        await actor.restart(10.0)
+        await wait_until(lambda: bool(codes), timeout_s=10.0 + CLOSE_TIMEOUT_S + 1.0)
+
+    run_virtual(main())
+    assert codes == [1]

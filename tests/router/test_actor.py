@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from router.actor import CLOSE_TIMEOUT_S, RouterActor
+from observability.serving_process import CLOSE_TIMEOUT_S
+from router.actor import RouterActor
 from tests.support.virtual_time import run_virtual, wait_until
 
 
