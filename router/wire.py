@@ -138,7 +138,7 @@ async def get_info(channel: grpc.aio.Channel, timeout_s: float) -> WorkerInfo:
 
 
 def watch(channel: grpc.aio.Channel) -> Any:
-    """Open the stream of heartbeats; read it with `read_heartbeat`."""
+    """Open the stream of heartbeats; read it with `heartbeat`."""
     return _worker_service(channel).Watch(worker_pb2.WatchRequest())
 
 

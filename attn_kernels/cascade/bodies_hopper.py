@@ -1,6 +1,6 @@
 """Kernel body of cascade attention's shared part for Hopper: the same bits as bodies.py.
 
-A persistent program per multiprocessor, in three partitions as in paged_prefill_hopper.py: a warp
+A persistent program per multiprocessor, in three partitions as in prefill/bodies_hopper.py: a warp
 that copies keys and values page by page into rings in shared memory, and two warpgroups of 64 query
 rows each, whose products with the next keys run while they compute weights of the current ones.
 
