@@ -130,7 +130,7 @@ class ControllerActor:
         config = self._deployment.config
         self._check_open()
         actors = {ROUTER_NAME: place_router(self._deployment)}
-        names = worker_ids(config.prefill, config.decode, config.further_pools)
+        names = worker_ids(config.workers_of_pools)
         for name, where in (places or self._places_for(names)).items():
             actors[name] = self._place(name, where)
         if config.http_port:

@@ -265,7 +265,7 @@ def _check_pools(deployment: Deployment) -> None:
     """Refuse pools whose workers would not fit even on empty hosts."""
     config = deployment.config
     nodes, _ = hosts_now()
-    names = worker_ids(config.prefill, config.decode, config.further_pools)
+    names = worker_ids(config.workers_of_pools)
     for _, pool in groupby(names, key=pool_of):
         check_pool({name: needs_of(deployment, name) for name in pool}, nodes)
 
@@ -283,7 +283,7 @@ def find_cluster(facts: ClusterFacts, deadline: float, watch: StartWatch) -> Run
 def _place_workers(deployment: Deployment) -> dict[str, Place]:
     """Place the workers of a cluster that has none; return their places by name."""
     config = deployment.config
-    names = worker_ids(config.prefill, config.decode, config.further_pools)
+    names = worker_ids(config.workers_of_pools)
     needs = {name: needs_of(deployment, name) for name in names}
     places = choose_places(needs, {}, *hosts_now())
     for name, where in places.items():

@@ -70,11 +70,12 @@ def told_counts(num_prefill: int, num_decode: int) -> str:
     return f"{prefill}{num_decode} decode worker{'' if num_decode == 1 else 's'}"
 
 
-def worker_ids(
-    num_prefill: int, num_decode: int, further_pools: Mapping[str, int] = {}
-) -> list[str]:
-    """Return the names of a new cluster's workers, prefill first, then those of further pools."""
-    pools = {"prefill": num_prefill, "decode": num_decode, **further_pools}
+def worker_ids(pools: Mapping[str, int]) -> list[str]:
+    """Return the names of a new cluster's workers.
+
+    Args:
+        pools: Key of a pool |-> number of its workers, in the order of the names.
+    """
     return [f"{pool}-{index}" for pool, number in pools.items() for index in range(number)]
 
 

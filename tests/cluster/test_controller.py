@@ -41,7 +41,7 @@ class World:
         self.placed = {}  # worker |-> its place
         self.available = {"n1": {}, "n2": {"GPU": 1.0}}  # all workers are on n1
         self.now = 100.0
-        self.names = [*worker_ids(2, 2), "router-0"]
+        self.names = [*worker_ids({"prefill": 2, "decode": 2}), "router-0"]
         self.ended = set()  # names of actors that Ray still lists
         self.context = SimpleNamespace(was_current_actor_reconstructed=False)
         monkeypatch.setattr(ray, "get_runtime_context", lambda: self.context)
@@ -253,7 +253,7 @@ def test_the_only_worker_of_a_role_may_restart(world):
 
 
 def worker_names(without=""):
-    return [each for each in sorted(worker_ids(2, 2)) if each != without]
+    return [each for each in sorted(worker_ids({"prefill": 2, "decode": 2})) if each != without]
 
 
 def test_workers_of_a_host_that_goes_end_there_also_the_last_of_a_role_and_may_come_back(

@@ -110,7 +110,7 @@ def nccl_of(started):
 
 def gpus_of_workers(options, visible_gpus=None):
     started = replace(deployment(options, "cuda"), visible_gpus=visible_gpus)
-    names = worker_ids(started.config.prefill, started.config.decode)
+    names = worker_ids(started.config.workers_of_pools)
     resources = {name: _resources(started, name) for name in names}
     return {
         name: each["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"]

@@ -29,7 +29,7 @@ def workers(*staying, leaving=(), silent=()):
 
 
 CONFIG = load_config(None, {"model": "/models/tiny"})
-TWO_AND_TWO = workers(*worker_ids(2, 2))
+TWO_AND_TWO = workers(*worker_ids({"prefill": 2, "decode": 2}))
 
 
 def test_new_workers_take_the_lowest_free_numbers_and_those_with_the_highest_leave():
@@ -65,7 +65,7 @@ def test_a_pool_that_is_not_named_or_has_that_many_stays_as_it_is():
         ),
         (
             {"decode": 1},
-            workers(*worker_ids(1, 2), silent=["decode-0"]),
+            workers(*worker_ids({"prefill": 1, "decode": 2}), silent=["decode-0"]),
             "decode-1 cannot be drained now: of the decode workers that would remain, decode-0, "
             "none has been heard from lately",
         ),
@@ -86,7 +86,7 @@ def test_too_many_workers_are_refused_without_the_reason_of_too_few():
 
 
 SMALL = load_config(None, {"model": "/models/tiny", "pools.small.role": "decode"})
-WITH_SMALL = workers(*worker_ids(1, 2, {"decode-small": 2}))
+WITH_SMALL = workers(*worker_ids({"prefill": 1, "decode": 2, "decode-small": 2}))
 
 
 def test_a_further_pool_grows_shrinks_and_ends_while_its_role_has_others():
@@ -103,7 +103,7 @@ def test_a_further_pool_grows_shrinks_and_ends_while_its_role_has_others():
 
 
 def test_the_name_of_a_worker_tells_its_pool_and_its_role():
-    names = worker_ids(1, 1, {"decode-small": 1, "prefill-decode": 1})
+    names = worker_ids({"prefill": 1, "decode": 1, "decode-small": 1, "prefill-decode": 1})
 
     assert [(pool_of(each), role_of(each)) for each in names] == [
         ("prefill", "prefill"),
@@ -249,7 +249,7 @@ def test_a_worker_that_moves_gets_the_lowest_free_name_of_the_other_pool():
         (
             "decode-0",
             "prefill",
-            workers(*worker_ids(1024, 2)),
+            workers(*worker_ids({"prefill": 1024, "decode": 2})),
             "--to: found 'prefill', which has 1024 workers; allowed: a pool with fewer",
         ),
     ],
