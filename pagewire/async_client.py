@@ -4,7 +4,6 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 from pagewire.arguments import (
@@ -224,12 +223,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def _tokenize(
@@ -324,12 +318,7 @@ class AsyncStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.cancel()
 
     def __del__(self) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import cache
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from pagewire.async_client import (
@@ -194,12 +193,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -242,12 +236,7 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.cancel()
 
 
