@@ -65,4 +65,5 @@ def test_threads_take_turns_more_often() -> None:
 
 def test_the_age_of_a_process_is_that_which_the_system_knows() -> None:
     since_creation_s = time.time() - psutil.Process().create_time()
-    assert process_age_s() == pytest.approx(since_creation_s, abs=0.5)
+    # psutil has the time of the boot in whole seconds, rounded down.
+    assert -0.1 < since_creation_s - process_age_s() < 1.1
