@@ -28,7 +28,7 @@ class ChunkBudget:
         self._min_tokens = min(min_tokens, max_tokens)
         self._max_tokens = max_tokens
         self._limit = float(self._min_tokens if budget_s else max_tokens)
-        self._decode_s = 0.0  # the last step without a chunk
+        self._decode_s = 0.0  # the last step without a chunk; 0: unknown
 
     @property
     def num_tokens(self) -> int:
@@ -42,7 +42,9 @@ class ChunkBudget:
         if not num_chunk_tokens:
             self._decode_s = seconds
             return
-        decode_s = min(self._decode_s, seconds) if num_decodes else 0.0
+        if num_decodes and seconds <= self._decode_s:
+            self._decode_s = 0.0  # that step had stalled: unknown until the next without a chunk
+        decode_s = self._decode_s if num_decodes else 0.0
         # Proportional: the larger the chunk, the less this overstates its cost per token.
         left_s = max(0.0, self._budget_s - self._decode_s)
         fits = num_chunk_tokens * left_s / max(seconds - decode_s, 1e-6)

@@ -64,6 +64,20 @@ def test_one_stalled_step_costs_little() -> None:
     assert engine.budget.num_tokens > 0.9 * before
 
 
+def test_one_stalled_step_without_a_chunk_costs_little_though_all_later_ones_have_chunks() -> None:
+    engine = Engine(decode_s=0.005, token_s=5e-5, budget_s=0.03)
+    for _ in range(20):
+        engine.step()
+    before = engine.budget.num_tokens
+
+    engine.step(0, stall_s=0.1)
+
+    for _ in range(5):
+        engine.step()
+    assert engine.budget.num_tokens > 0.9 * before
+    assert engine.step() < 0.033
+
+
 def test_the_short_end_of_a_prompt_tells_nothing() -> None:
     engine = Engine(decode_s=0.005, chunk_s=0.01, token_s=5e-5, budget_s=0.03)
     for _ in range(20):
