@@ -13,10 +13,17 @@ def is_device_lost(error: BaseException) -> bool:
 
     Source: the descriptions of cudaError_t in the CUDA runtime's reference.
     """
-    names = {each.__name__ for each in type(error).__mro__}
-    text = str(error)
-    if "OutOfMemoryError" in names or "out of memory" in text.lower():
+    if is_out_of_memory(error):
         return False
-    if "AcceleratorError" in names:
+    if "AcceleratorError" in _type_names(error):
         return True
-    return isinstance(error, RuntimeError) and any(mark in text for mark in MARKS)
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in MARKS)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that torch or the driver found too little memory."""
+    return "OutOfMemoryError" in _type_names(error) or "out of memory" in str(error).lower()
+
+
+def _type_names(error: BaseException) -> set[str]:
+    return {each.__name__ for each in type(error).__mro__}

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import torch
 
 from attn_kernels.compile_ahead import only_compiles
+from llm_engine.device_errors import is_out_of_memory
 from observability.logs import fields
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,10 @@ class Recordings(Generic[Kind, Result]):
         if repeat is None:
             try:
                 repeat = self._record(work)
-            except torch.OutOfMemoryError:  # slower without it, but no request fails
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                # Slower without it, but no request fails.
                 logger.warning("step_not_recorded", extra=fields(rows=num_rows))
                 repeat = work
             self._repeats[kind] = repeat

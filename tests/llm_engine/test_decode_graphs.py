@@ -378,17 +378,26 @@ def test_what_is_recorded_after_buffers_have_grown_holds_for_the_new_ones(
     assert recorders[0].num_repeated == 0
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("planted"),
+        torch.AcceleratorError("CUDA error: out of memory"),  # where CUDA instantiates the graph
+    ],
+    ids=lambda each: type(each).__name__,
+)
 def test_a_step_that_memory_does_not_suffice_to_record_is_launched_as_before(
     engine: Engine,
     recorders: list[LaunchRecorder],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    error: RuntimeError,
 ) -> None:
     sequences = [sequence([index] * 3, [20 + index], 4) for index in range(3)]
     expected = results_of(engine, sequences)
 
     def fail(self: LaunchRecorder, work: object) -> None:
-        raise torch.OutOfMemoryError("planted")
+        raise error
 
     monkeypatch.setattr(LaunchRecorder, "__call__", fail)
 
