@@ -42,9 +42,8 @@ from worker.wake import Wake
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = (
-    0.5  # without a step, before passes are recorded: requests that come in turns wait for none
-)
+# Without a step, before passes are recorded: requests that come in turns wait for no recording
+IDLE_S = 0.5
 
 
 class Work(Protocol):
