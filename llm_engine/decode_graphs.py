@@ -14,7 +14,7 @@ layers cost almost nothing there, since the weights are read once for both.
 Legend: R rows of the seats, T tokens of prompts, D hidden.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -120,11 +120,12 @@ class GraphedDecode:
             max_tokens: The longest sequence.
         """
         shared_len = least_shared_len(self._batch.seats.page_size) + 1
-        most = min(MIN_DECODE_ROWS, len(self._batch.lengths))
-        sizes = [(num_rows, 0) for num_rows in NUM_ROWS[: bisect_right(NUM_ROWS, most)]]
+        most = min(MIN_DECODE_ROWS, self._batch.seats.max_rows)
+        alone = {min(each, most) for each in NUM_ROWS}
+        beside = {min(each, most) for each in NUM_ROWS_BESIDE}
+        sizes = [(num_rows, 0) for num_rows in sorted(alone)]
         if self._prompts is not None:
-            rows_beside = NUM_ROWS_BESIDE[: bisect_right(NUM_ROWS_BESIDE, most)]
-            sizes += product(rows_beside, self._prompts.sizes_beside(max_tokens))
+            sizes += product(sorted(beside), self._prompts.sizes_beside(max_tokens))
         kv_lens = [each for each in (1, shared_len) if each <= max_tokens]
         self._unrecorded = deque((*size, kv_len) for kv_len in kv_lens for size in sizes)
         with loading_kernels():

@@ -146,12 +146,13 @@ def test_what_is_recorded_between_steps_changes_no_seat_no_page_and_no_token(
     assert of_prompts.num_recorded == len(TOKENS)
 
 
+@pytest.mark.parametrize("num_seats", [3, 4])  # all rows of a recording have one, or not
 def test_tokens_are_the_same_whenever_passes_are_recorded(
-    engine: Engine, recorders: list[LaunchRecorder]
+    engine: Engine, recorders: list[LaunchRecorder], num_seats: int
 ) -> None:
     driven = sequences()
     expected = results_of(engine, driven, chunk_size=5)
-    at_first_use, when_idle = (recording(engine, num_seats=4) for _ in range(2))
+    at_first_use, when_idle = (recording(engine, num_seats=num_seats) for _ in range(2))
     for each in (at_first_use, when_idle):
         runner_of(each).warm_up(max_tokens=40)
 
