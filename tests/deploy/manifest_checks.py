@@ -664,9 +664,12 @@ def _secret_folders(pod: Pod, container: dict[str, Any]) -> set[Path]:
 
 
 def _secrets_of(pod: Pod, container: dict[str, Any]) -> list[tuple[Path, str]]:
-    """Return where a container finds which secret."""
-    volumes = [each for each in pod.spec["volumes"] if "secret" in each]
-    secrets = {each["name"]: each["secret"]["secretName"] for each in volumes}
+    """Return where a container finds which secret when it starts."""
+    secrets = {
+        each["name"]: each["secret"]["secretName"]
+        for each in pod.spec["volumes"]
+        if "secret" in each and not each["secret"].get("optional")
+    }
     return [
         (Path(each["mountPath"]), secrets[each["name"]])
         for each in container["volumeMounts"]
@@ -719,11 +722,14 @@ def tls(overlay: Overlay, folder: Path) -> Iterator[str]:
         if each["spec"]["validation"]["hostname"] not in _front_names(overlay):
             yield f"BackendTLSPolicy {name}: expects {each['spec']['validation']['hostname']}"
     for name, each in overlay.of("PodMonitor").items():
+        is_of_workers = overlay.groups[0] in overlay.selected(each["spec"]["selector"])
         for endpoint in each["spec"]["podMetricsEndpoints"]:
+            if config.router.tenants_file and "authorization" not in endpoint and not is_of_workers:
+                yield f"PodMonitor {name}: shows no token of an operator"
             is_tls = endpoint.get("scheme") == "https" and "tlsConfig" in endpoint
             if is_tls != config.front_tls.is_on:
                 yield f"PodMonitor {name}: must ask as clients do"
-            elif is_tls and overlay.groups[0] in overlay.selected(each["spec"]["selector"]):
+            elif is_tls and is_of_workers:
                 yield from _asks_workers(name, endpoint["tlsConfig"], config, issued)
 
 

@@ -85,8 +85,8 @@ def test_our_overlays_can_be_applied(name, capsys):
         (CONFIG, f"{SECRET}\n", "", "secret_file: found none; allowed: a file, because the separ"),
         (
             CONFIG,
-            "log_format: json",
-            "router: {tenants_file: /etc/pagewire/tenants.yaml}",
+            "pagewire-tenants/tenants",
+            "pagewire/tenants",
             "router.tenants_file: found '/etc/pagewire/tenants.yaml'; allowed: a path in a volume "
             "of the container ray-head, which reads it: /model, /etc/pagewire-tenants, ",
         ),
@@ -99,7 +99,7 @@ def test_our_overlays_can_be_applied(name, capsys):
         (
             CONFIG,
             FRONT_TLS,
-            "insecure: true",
+            "insecure: true\n",
             "front_tls.certificate_file: found none; allowed: a certificate, because with "
             "components/tls the probes connect over TLS",
         ),

@@ -38,6 +38,7 @@ DIFFERENCES = {
         rf"{CLUSTER}/headGroupSpec/template/spec/initContainers/0/.*",
         rf"{CLUSTER}/.*/template/spec/containers/\d/resources/.*",
         rf"{CLUSTER}/.*/template/spec/volumes/1/emptyDir/sizeLimit",
+        rf"{CLUSTER}/headGroupSpec/template/spec/volumes/4/secret/optional",
         rf"{CLUSTER}/workerGroupSpecs/\d/template/spec/tolerations/.*",
     ),
     "production": (
@@ -466,8 +467,20 @@ FAULTS = [
     ("probes", take(router, "livenessProbe", "exec", "command", 4), "must ask as clients do"),
     (
         "routers",
-        configured("log_format: json", "router: {tenants_file: /etc/pagewire/tenants.yaml}"),
+        configured("pagewire-tenants/tenants", "pagewire/tenants"),
         "finds /etc/pagewire/tenants.yaml in none of its secrets",
+    ),
+    (
+        "routers",
+        put(lambda o: o.head.spec["volumes"][4], True, "secret", "optional"),
+        "head: up finds /etc/pagewire-tenants/tenants.yaml in none of its secrets",
+    ),
+    (
+        "tls",
+        take(
+            lambda o: spec(o, "PodMonitor", "pagewire"), "podMetricsEndpoints", 0, "authorization"
+        ),
+        "PodMonitor pagewire: shows no token of an operator",
     ),
     ("routers", configured("stop_grace_s: 30", "stop_grace_s: 60"), "to stop takes up to 75 s"),
     ("routers", drop("PodDisruptionBudget", "pagewire-router"), "has no PodDisruptionBudget"),
@@ -671,7 +684,8 @@ def shell_lines():
                 yield shlex.split(line, comments=True)
 
 
-def test_the_commands_of_the_readme_name_what_exists(rendered):
+def test_the_commands_of_the_readme_name_what_exists(rendered, tmp_path):
+    models = {checks.config_of(each, tmp_path).served_model_name for each in rendered.values()}
     named = {
         f"{kind}/{name}".lower()
         for kind in ("Service", "RayCluster", "ConfigMap")
@@ -694,13 +708,14 @@ def test_the_commands_of_the_readme_name_what_exists(rendered):
         if words[0] == "grpcurl" and "-d" in words:
             request = inference_pb2.GenerateRequest()
             json_format.Parse(words[words.index("-d") + 1], request)
+            assert request.model in models
             method = words[-1].rpartition("/")
             services = inference_pb2.DESCRIPTOR.services_by_name
             assert method[0] == services["InferenceService"].full_name
             assert method[2] in services["InferenceService"].methods_by_name
             seen.add("grpcurl")
         if words[0] == "curl" and "-d" in words:
-            assert json.loads(words[words.index("-d") + 1])["model"] == "smollm2"
+            assert json.loads(words[words.index("-d") + 1])["model"] in models
             seen.add("curl")
     assert seen == {"grpcurl", "curl", "scale", "drain", "status"}
 
