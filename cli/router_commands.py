@@ -10,6 +10,7 @@ import typer
 
 from cli.flags import add_command, flag_parameter
 from cli.stop_signals import StopSignals
+from cluster.certificates import check_clients
 from cluster.config import ClusterConfig
 from cluster.devices import check_port_free
 from cluster.environment import prepare_ray
@@ -74,7 +75,7 @@ def router(config: ClusterConfig, controller: str, keys: Path, share_port: bool)
         lambda: check_port_free(config.host, config.port, is_shared=share_port),
         lambda: check_metrics_port_free(config),
     )
-    check_encryption(config, say)
+    check_all(lambda: check_encryption(config, say), lambda: check_clients(config))
     configure_logging(config.log_level, config.log_format)
     with StopSignals() as signals:
         asyncio.run(_serve(config, controller, router_keys, share_port, signals))

@@ -68,18 +68,24 @@ def check_front(config: ClusterConfig) -> str:
     )
 
 
-def told_if_open(config: ClusterConfig) -> str:
-    """Return that any client may use the routers; empty: only known ones, or of this host, may.
+def check_clients(config: ClusterConfig) -> None:
+    """Refuse routers that other hosts can use without credentials, unless `insecure` allows it.
 
-    With `insecure` nothing is told: somebody said that it is meant.
+    Raises:
+        ConfigError: Names the options that would help.
     """
-    tells_clients_apart = config.router.tenants_file or config.front_tls.client_authority_file
-    if tells_clients_apart or config.insecure or is_loopback_host(config.host):
-        return ""
-    return (
-        f"router.tenants_file: found none, so whoever can connect to {config.host} may use the "
-        "model; a tenants file or front_tls.client_authority_file admits known clients only"
-    )
+    if needs_tenants(config) and not config.router.tenants_file:
+        raise ConfigError(
+            "router.tenants_file: found none; allowed: a tenants file, or "
+            "front_tls.client_authority_file, where other hosts can connect (host is "
+            f"{config.host}); or insecure, if whoever can connect may use the model"
+        )
+
+
+def needs_tenants(config: ClusterConfig) -> bool:
+    """Return whether only tenants' tokens keep strangers from using servers for clients."""
+    asks_certificates = bool(config.front_tls.client_authority_file)
+    return not (asks_certificates or config.insecure or is_loopback_host(config.host))
 
 
 def check_links(config: ClusterConfig, device: str, addresses: Iterable[str]) -> None:

@@ -176,8 +176,9 @@ class ClusterConfig:
 
     insecure: bool = option(
         False,
-        "Let servers without TLS listen in clear where other hosts can connect. Otherwise they "
-        "listen on the loopback address or not at all.",
+        "Where other hosts can connect, let servers without TLS listen in clear, and let routers "
+        "serve whoever connects. Otherwise servers there need TLS, and routers also a tenants file "
+        "or front_tls.client_authority_file.",
     )
 
     page_size: Literal[16, 32, 64, 128] = option(64, "Token slots in a page.")
@@ -337,8 +338,12 @@ class ClusterConfig:
             yield _wrong("device", self.device, allowed, "pool_resources")
 
     def _problems_of_tls(self) -> Iterator[WrongOption]:
-        if self.insecure and self.tls.is_on and self.front_tls.is_on:
-            allowed = "false with the certificates of tls and front_tls: no server listens in clear"
+        knows_clients = self.router.tenants_file or self.front_tls.client_authority_file
+        if self.insecure and self.tls.is_on and self.front_tls.is_on and knows_clients:
+            allowed = (
+                "false with the certificates of tls and front_tls, and a tenants file or "
+                "front_tls.client_authority_file: it changes nothing"
+            )
             yield _wrong("insecure", self.insecure, allowed)
 
     def _problems_of_ports(self) -> Iterator[WrongOption]:

@@ -21,7 +21,7 @@ from cluster.capacity import (
     pool_remedy,
     read_model_needs,
 )
-from cluster.certificates import check_certificates, own_client, told_if_open
+from cluster.certificates import check_certificates, check_clients, own_client
 from cluster.config import ClusterConfig
 from cluster.config_options import ALL_OPTIONS
 from cluster.devices import check_port_free, resolve_device
@@ -33,6 +33,7 @@ from cluster.port_need import check_port_ranges
 from cluster.port_owner import ROUTER_TIMEOUT_S, is_own_cluster, is_router
 from cluster.preflight import check_http_port_free
 from credentials.config import path_here
+from credentials.door import is_loopback_host
 from pagewire.protos.pem import client_context, read_pem, utc
 from protos.addresses import join_address
 
@@ -70,7 +71,12 @@ def examine(facts: HostFacts, config: ClusterConfig) -> tuple[Finding, ...]:
         findings.append(network)
     if network.level == "ok":  # otherwise the address of the ports is unknown
         config = with_own_host(config)
-        findings += [*check_tls(config), check_port(config), check_http_port(config)]
+        findings += [
+            *check_tls(config),
+            check_access(config),
+            check_port(config),
+            check_http_port(config),
+        ]
     device = resolve_device(config.device, facts.torch_gpus)
     if config.port_range or config.worker_metrics_ports:
         findings.append(check_range(config, device))
@@ -280,10 +286,26 @@ def check_tls(config: ClusterConfig) -> tuple[Finding, ...]:
             level, remedy = "warn", "renew it; running processes take the new one by themselves"
         elif name == "clients" and wrong_name:
             level, found, remedy = "warn", wrong_name, "pagewire generate --server-name NAME"
-        elif name == "clients" and (is_open := told_if_open(config)):
-            level, found, remedy = "warn", is_open, "pagewire tokens new NAME --out FILE"
         findings.append(Finding(check=check, level=level, found=found, remedy=remedy))
     return tuple(findings)
+
+
+def check_access(config: ClusterConfig) -> Finding:
+    """Routers know their clients, or no other host can connect."""
+    try:
+        check_clients(config)
+    except ConfigError as error:
+        remedy = "pagewire tokens new NAME --out FILE"
+        return Finding(check="access", level="fail", found=str(error), remedy=remedy)
+    if config.router.tenants_file:
+        found = f"tenants of {config.router.tenants_file}"
+    elif authority := config.front_tls.client_authority_file:
+        found = f"clients with a certificate of {path_here(authority)}"
+    elif is_loopback_host(config.host):
+        found = "whoever can connect, on this host alone"
+    else:
+        found = "whoever can connect, as insecure allows"
+    return Finding(check="access", level="ok", found=found)
 
 
 def _in_clear(config: ClusterConfig, name: str) -> str:

@@ -12,7 +12,7 @@ from cluster.capacity import (
     pages_of_worker,
     read_model_needs,
 )
-from cluster.certificates import check_certificates, told_if_open
+from cluster.certificates import check_certificates, check_clients
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.config_options import config_options
 from cluster.deployment import secret_of
@@ -57,6 +57,7 @@ def check_start(
         lambda: _check_tenants_file(config.router.tenants_file),
         lambda: _check_tracing(config.tracing),
         lambda: check_encryption(config, say),
+        lambda: check_clients(config),
         lambda: secret_of(config),
         lambda: check_model_files(model),
     )
@@ -150,10 +151,9 @@ def choose_device(config: ClusterConfig, num_gpus: int) -> str:
 
 
 def check_encryption(config: ClusterConfig, say: Callable[[str], None]) -> None:
-    """Refuse as check_certificates does; say what clients may meet, and if anybody may be one."""
-    for problem in (check_certificates(config), told_if_open(config)):
-        if problem:
-            say(f"warning: {problem}")
+    """Refuse as check_certificates does; say what clients may meet."""
+    if problem := check_certificates(config):
+        say(f"warning: {problem}")
 
 
 def _check_most_gpus(config: ClusterConfig) -> None:

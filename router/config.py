@@ -57,7 +57,8 @@ class RouterConfig:
     tenants_file: str = option(
         "",
         "File with the allowed tenants and their limits; `pagewire tokens new` makes an entry. "
-        "Empty: any client may call.",
+        "Empty: any client may call; where other hosts can connect, this needs "
+        "front_tls.client_authority_file or insecure.",
     )
     max_backlog_s: float = option(
         0.5,

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from cluster.certificates import ANY_HOST
+from cluster.certificates import ANY_HOST, check_clients
 from cluster.config import ClusterConfig
 from cluster.config_file import load_config
 from cluster.errors import ConfigError
@@ -145,6 +145,10 @@ def rendered_faults(overlay: Path, kubectl: str) -> Iterator[str]:
         except ConfigError as error:
             yield from str(error).replace(f"{folder}/", "").splitlines()
             return
+    try:
+        check_clients(config)
+    except ConfigError as error:
+        yield f"cluster.yaml: {error}"
     for cluster in (each["spec"] for each in objects if each["kind"] == "RayCluster"):
         yield from _missing_places(config, cluster)
         yield from _unlike_the_pods(config, cluster)

@@ -106,6 +106,7 @@ def test_a_second_up_tells_that_the_cluster_was_scaled(running, monkeypatch):
         ({"network_interface": "eth9"}, "network_interface: found 'eth9', which does not exist"),
         ({"port_range": "20000-20001"}, "port_range: found '20000-20001', which has 2 ports"),
         ({"host": "0.0.0.0"}, "other hosts can connect to 0.0.0.0"),
+        ({"host": "0.0.0.0"}, "router.tenants_file: found none; allowed: a tenants file, or"),
         ({"model": "/nope"}, "model: found '/nope'; allowed: an existing folder"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,

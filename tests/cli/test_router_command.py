@@ -11,7 +11,7 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,11 @@ from pagewire.protos import worker_pb2, worker_pb2_grpc
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from pagewire.routers import CHANNEL_OPTIONS
 from router.health import INFERENCE_SERVICE
+from router.tenants.file import new_token, token_hash
 from router.tokenizer import Tokenizer
 from tests.router.scripted_worker import ScriptedWorker, Session, delta
 from tests.router.tokenizers_for_tests import TEXTS, byte_level
+from tests.support.certificates import Authority
 from tests.support.cluster_keys import SECRET, credentials_of
 from tests.support.command_line import run_main
 from tests.support.free_ports import free_port
@@ -352,6 +354,41 @@ def test_a_router_without_a_controller_ends_well(keys_path, model_dir) -> None:
     assert waiting.startswith("waiting for the cluster at 127.0.0.1:1: UNAVAILABLE: ")
     assert (router.returncode, output.splitlines()[-2:]) == (0, ["stopped", "imported:"]), errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("knows", ["nobody", "tenants", "certificates", "whoever connects"])
+def test_where_other_hosts_can_connect_a_router_must_know_its_clients(
+    keys_path, model_dir, tmp_path, knows
+) -> None:
+    settings = Authority(tmp_path).settings(asks_clients=knows == "certificates")
+    tenants = tmp_path / "tenants.yaml"
+    tenants.write_text(f"acme: {{token_hashes: [{token_hash(new_token())}]}}")
+    flags = [
+        "--host=0.0.0.0",
+        "--port=0",
+        *(
+            f"--{section}-{name.replace('_', '-')}={path}"
+            for section, config in (("tls", settings.inside), ("front-tls", settings.front))
+            for name, path in asdict(config).items()
+            if name.endswith("_file") and path
+        ),
+        *([f"--router-tenants-file={tenants}"] if knows == "tenants" else []),
+        *(["--insecure"] if knows == "whoever connects" else []),
+    ]
+
+    router = start("127.0.0.1:1", keys_path, model_dir, *flags)
+    said = router.stdout.readline()
+    if knows != "nobody":
+        router.terminate()
+    _, errors = router.communicate(timeout=20)
+
+    if knows == "nobody":
+        assert (router.returncode, said) == (2, "imported:\n")
+        assert errors.startswith("error: router.tenants_file: found none; allowed: a tenants file")
+        assert errors.count("\n") == 1
+    else:
+        assert said.startswith("waiting for the cluster at 127.0.0.1:1: "), errors
+        assert router.returncode == 0
 
 
 def test_a_router_may_open_as_many_files_as_the_system_allows(keys_path, model_dir) -> None:

@@ -10,17 +10,17 @@ import pytest
 
 from cluster.certificates import (
     check_certificates,
+    check_clients,
     check_links,
     client_hosts,
     http_url,
     own_client,
-    told_if_open,
     with_absolute_files,
 )
 from cluster.config import ClusterConfig
 from cluster.config_file import load_config
 from cluster.demo_model import demo_model_dir
-from cluster.doctor import check_tls
+from cluster.doctor import check_access, check_tls
 from cluster.errors import ConfigError
 from credentials.config import HOST, FrontTlsConfig
 from credentials.door import front_door
@@ -89,21 +89,33 @@ def test_a_front_that_other_hosts_reach_is_refused_in_clear() -> None:
     assert check_certificates(replace(config, insecure=True)) == ""
 
 
-def test_a_front_that_anyone_may_use_is_told_of(authority: Authority) -> None:
+def test_a_front_that_anyone_may_use_is_refused_where_other_hosts_can_connect(
+    authority: Authority,
+) -> None:
     config = config_of(authority, host="0.0.0.0")
 
-    assert told_if_open(config).startswith(
-        "router.tenants_file: found none, so whoever can connect to 0.0.0.0 may use the model"
+    with pytest.raises(ConfigError) as refusal:
+        check_clients(config)
+    assert str(refusal.value) == (
+        "router.tenants_file: found none; allowed: a tenants file, or "
+        "front_tls.client_authority_file, where other hosts can connect (host is 0.0.0.0); or "
+        "insecure, if whoever can connect may use the model"
     )
-    (clients, _) = check_tls(config)
-    assert (clients.level, clients.found) == ("warn", told_if_open(config))
-    for known in (
-        config_of(authority, host="127.0.0.1"),
-        config_of(authority, host="0.0.0.0", asks_clients=True),
-        replace(config, router=replace(config.router, tenants_file="tenants.yaml")),
-        replace(config, tls=ClusterConfig().tls, insecure=True),
+    access = check_access(config)
+    assert (access.level, access.found) == ("fail", str(refusal.value))
+    tenants = replace(config.router, tenants_file="/tenants.yaml")
+    for allowed, found in (
+        (config_of(authority, host="127.0.0.1"), "whoever can connect, on this host alone"),
+        (
+            config_of(authority, host="0.0.0.0", asks_clients=True),
+            f"clients with a certificate of {authority.file}",
+        ),
+        (replace(config, router=tenants), "tenants of /tenants.yaml"),
+        (replace(config, insecure=True), "whoever can connect, as insecure allows"),
     ):
-        assert told_if_open(known) == ""
+        check_clients(allowed)
+        access = check_access(allowed)
+        assert (access.level, access.found) == ("ok", found)
 
 
 def test_certificates_of_clients_are_wanted_only_where_the_cluster_has_some(
@@ -225,9 +237,8 @@ def test_serve_ends_with_one_line_that_names_option_and_file(
 
     half = run_main("serve", *flags)
     foreign = run_main("serve", *flags, "--tls-key-file", tls.key_file)
-    open_in_clear = run_main("serve", "--model", str(demo_model_dir()), "--host", "0.0.0.0")
 
-    assert half.returncode == foreign.returncode == open_in_clear.returncode == 2
+    assert half.returncode == foreign.returncode == 2
     assert half.stderr == (
         "error: tls.key_file: found none; allowed: a file, as --tls-certificate-file and "
         "--tls-authority-file are given\n"
@@ -236,8 +247,26 @@ def test_serve_ends_with_one_line_that_names_option_and_file(
         f"error: tls.certificate_file: {tls.certificate_file} is not from "
     )
     assert foreign.stderr.endswith("; allowed: a certificate of that authority, with its chain\n")
-    assert foreign.stderr.count("\n") == open_in_clear.stderr.count("\n") == 1
-    assert "front_tls.certificate_file: found none; allowed: a certificate" in open_in_clear.stderr
+    assert foreign.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_all_that_is_missing_where_other_hosts_can_connect_is_named_before_a_start(
+    authority: Authority, command: str
+) -> None:
+    flags = (command, "--model", str(demo_model_dir()), "--host", "0.0.0.0")
+    front = authority.settings().front
+    files = ("--front-tls-certificate-file", front.certificate_file)
+
+    in_clear = run_main(*flags)
+    over_tls = run_main(*flags, *files, "--front-tls-key-file", front.key_file)
+
+    assert in_clear.returncode == over_tls.returncode == 2
+    clear, open_to_all = in_clear.stderr.splitlines()
+    assert "front_tls.certificate_file: found none; allowed: a certificate" in clear
+    assert over_tls.stderr.startswith("error: router.tenants_file: found none; allowed: a tenants ")
+    assert over_tls.stderr.count("\n") == 1
+    assert open_to_all in over_tls.stderr
 
 
 def test_doctor_tells_what_is_encrypted_and_until_when(authority: Authority) -> None:

@@ -324,10 +324,16 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
             "pool_resources: true\nray_address: auto",
             ["device: found 'auto'", "allowed: cpu or cuda with pool_resources"],
         ),
-        (
-            "insecure: true\nfront_tls: {certificate_file: a, key_file: b}\n"
-            "tls: {certificate_file: c, key_file: d, authority_file: e}",
-            ["cluster.yaml, line 1: insecure: found true; allowed: false with the certificates"],
+        *(
+            (
+                f"insecure: true\nfront_tls: {{certificate_file: a, key_file: b{authority}}}\n"
+                f"tls: {{certificate_file: c, key_file: d, authority_file: e}}{tenants}",
+                ["cluster.yaml, line 1: insecure: found true; allowed: false with the certificate"],
+            )
+            for authority, tenants in (
+                (", client_authority_file: f", ""),
+                ("", "\nrouter: {tenants_file: g}"),
+            )
         ),
         ("ray_address: head", ["ray_address: found 'head'", "host:port"]),
         ("ray_address: ray://head:1", ["ray_address: found 'ray://head:1'", "host:port"]),
@@ -523,6 +529,14 @@ def test_options_of_the_command_line_are_named_as_they_stand_there(tmp_path, tex
 
     assert line in str(caught.value)
     assert not str(caught.value).startswith("command line")
+
+
+def test_insecure_may_open_a_cluster_with_all_certificates_to_whoever_connects(tmp_path):
+    text = (
+        "insecure: true\nfront_tls: {certificate_file: a, key_file: b}\n"
+        "tls: {certificate_file: c, key_file: d, authority_file: e}"
+    )
+    assert load_config(write(tmp_path, text), {}).insecure
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "gpu-7.example.org", "::1"])

@@ -24,6 +24,7 @@ from cluster.own_address import check_interfaces
 from cluster.pool_config import PoolConfig
 from cluster.port_need import check_port_ranges
 from cluster.preflight import check_growth, check_start
+from router.tenants.file import new_token, token_hash
 from tests.support.certificates import Authority
 from tests.support.interfaces import have_interfaces
 
@@ -305,17 +306,28 @@ def test_the_router_may_not_listen_in_clear_on_an_interface_either(monkeypatch):
     assert check_on_a_host_with(monkeypatch, memory, network_interface="lo") == ("cpu", [])
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_a_router_that_anyone_may_use_is_warned_of(monkeypatch, tmp_path, is_known):
+def test_a_router_that_anyone_may_use_is_refused_where_other_hosts_can_connect(
+    monkeypatch, tmp_path
+):
     memory = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
-    settings = Authority(tmp_path).settings(asks_clients=is_known)
-    sections = {"tls": settings.inside, "front_tls": settings.front}
-    tls = {f"{s}.{name}": v for s in sections for name, v in asdict(sections[s]).items()}
+    file = tmp_path / "tenants.yaml"
+    file.write_text(f"acme: {{token_hashes: [{token_hash(new_token())}]}}")
 
-    _, said = check_on_a_host_with(monkeypatch, memory, host="0.0.0.0", **tls)
+    def check(*, asks_clients=False, host="0.0.0.0", **options):
+        settings = Authority(tmp_path).settings(asks_clients=asks_clients)
+        sections = {"tls": settings.inside, "front_tls": settings.front}
+        tls = {f"{s}.{name}": v for s in sections for name, v in asdict(sections[s]).items()}
+        return check_on_a_host_with(monkeypatch, memory, host=host, **tls, **options)
 
-    told = ["warning: router.tenants_file: found none, so whoever can connect to 0.0.0.0 may use"]
-    assert [each.partition(" the model")[0] for each in said] == ([] if is_known else told)
+    with pytest.raises(ConfigError, match=r"^router.tenants_file: found none; .*host is 0.0.0.0\)"):
+        check()
+    for allowed in (
+        {"asks_clients": True},
+        {"router.tenants_file": str(file)},
+        {"insecure": True},
+        {"host": "127.0.0.1"},
+    ):
+        assert check(**allowed) == ("cpu", [])
 
 
 @pytest.mark.parametrize(

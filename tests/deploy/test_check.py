@@ -92,6 +92,12 @@ def test_our_overlays_can_be_applied(name, capsys):
         ),
         (
             CONFIG,
+            "tenants_file: /etc/pagewire-tenants/tenants.yaml",
+            "max_connections: 9",
+            "cluster.yaml: router.tenants_file: found none; allowed: a tenants file, or front_tls.",
+        ),
+        (
+            CONFIG,
             FRONT_TLS,
             "",
             "front_tls.certificate_file: found none; allowed: a certificate, w",
