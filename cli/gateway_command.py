@@ -7,7 +7,7 @@ import typer
 
 from cli.flags import add_command, flag_parameter
 from cli.stop_signals import StopSignals
-from cluster.certificates import check_front, http_url
+from cluster.certificates import check_front, http_url, needs_tenants
 from cluster.config import ClusterConfig
 from cluster.devices import check_port_free
 from cluster.errors import ConfigError
@@ -73,8 +73,9 @@ def gateway(
     """Serve OpenAI's HTTP API in front of running routers.
 
     Ctrl-C or SIGTERM ends it. It is ready once a router has a decode worker that takes requests,
-    and waits for that without a limit. `pagewire serve` starts its own gateway; see --http-port
-    there.
+    and waits for that without a limit. Where other hosts can connect, it also waits until the
+    routers have a tenants file, unless --front-tls-client-authority-file or --insecure is given.
+    `pagewire serve` starts its own gateway; see --http-port there.
     """
     try:
         for each in router:
@@ -123,6 +124,7 @@ async def _serve(
         port=port,
         door=front_door(config.tls_settings),
         router_tls=router_tls,
+        needs_tenants=needs_tenants(config),
     )
     address = await server.start()
     settle_process()

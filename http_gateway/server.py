@@ -42,6 +42,7 @@ class GatewayServer:
         host, port: Where clients connect; port 0 takes a free one.
         door: TLS of its port; None: in clear, for this host.
         router_tls: TLS of the connections to routers; None: in clear.
+        needs_tenants: See RouterLink.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class GatewayServer:
         port: int,
         door: Door | None = None,
         router_tls: Tls | None = None,
+        needs_tenants: bool = False,
     ) -> None:
         self._find_routers = find_routers
         self._door = door or front_door(TlsSettings())
         self._router_tls = router_tls
+        self._needs_tenants = needs_tenants
         self._config = config
         self._host = host
         self._port = port
@@ -80,6 +83,7 @@ class GatewayServer:
             resume_s=self._config.resume_s,
             tick_s=self._config.comment_period_s,
             connector=Connector(self._router_tls),
+            needs_tenants=self._needs_tenants,
         )
         places = Places(self._config.max_connections)
         refusals = RareLine(log, logging.INFO, "connection_refused")

@@ -3,6 +3,7 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,10 @@ CALLER_FRESH_S = 2.0  # how long a router's answer to a caller is valid
 MOST_CALLERS = 1024  # that are known at a time
 LOOK_PERIOD_S = 1.0  # between two looks whether a first router serves
 NO_WORKER = "no decode worker takes requests"
+ALLOWED = (
+    "a tenants file, or front_tls.client_authority_file of the gateway, where other hosts "
+    "can connect to it; or insecure, if whoever can connect may use the model"
+)
 
 INFERENCE_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -35,6 +40,10 @@ class Caller:
     model: Model | None  # the served model; None: it knows none yet
     tenant: str  # the tenant of the call; empty: the router does not distinguish callers
     until: float  # loop time; then it is asked again
+
+
+class RouterOpen(UnavailableError):
+    """The router serves whoever connects to it, and strangers can connect to the gateway."""
 
 
 class RouterLink:
@@ -50,6 +59,7 @@ class RouterLink:
         resume_s: How long a generation that has lost its router looks for another.
         tick_s: See Answers.
         connector: Makes gRPC channels to an address.
+        needs_tenants: Whether to serve nobody through a router that does not distinguish callers.
     """
 
     def __init__(
@@ -60,11 +70,14 @@ class RouterLink:
         resume_s: float,
         tick_s: float,
         connector: Connector,
+        needs_tenants: bool = False,
     ) -> None:
         self._routers = FoundRouters(find_routers, connector)
         self._timeout_s = request_timeout_s
         self._resume_s = resume_s
         self._tick_s = tick_s
+        self._needs_tenants = needs_tenants
+        self._may_be_open = needs_tenants  # until a router has refused a caller without a token
         self._callers: OrderedDict[str, Caller] = OrderedDict()
         self._is_open = False  # as far as is known, the router does not distinguish callers
 
@@ -118,7 +131,8 @@ class RouterLink:
         """Return the tenant of a call; empty: the router does not distinguish callers.
 
         Raises:
-            PagewireError: The router refuses the caller, or does not answer.
+            PagewireError: The router refuses the caller, does not answer, or must distinguish
+                callers and does not.
         """
         return (await self._caller(authorization)).tenant
 
@@ -144,13 +158,14 @@ class RouterLink:
         if response.is_partial:
             message = "this is for operators of the cluster; the token's tenant is not one"
             raise AuthenticationError(message, code="PERMISSION_DENIED")
+        self._check_router(has_tenants=bool(response.tenants))
         return status_from(response)
 
     async def is_serving(self) -> bool:
         """Return whether a router has a decode worker that takes requests; anybody may ask.
 
         Raises:
-            PagewireError: No router answers.
+            PagewireError: No router answers, or it must distinguish callers and does not.
         """
         request = health_pb2.HealthCheckRequest(service=INFERENCE_SERVICE)
         await self._routers.locate()
@@ -159,6 +174,10 @@ class RouterLink:
                 "Check", request, "", CALL_TIMEOUT_S, health_pb2_grpc.HealthStub
             )
             if response.status == health_pb2.HealthCheckResponse.SERVING:
+                if self._may_be_open:
+                    with suppress(AuthenticationError):  # a router that does refuses this caller
+                        await self._caller("")
+                    self._may_be_open = False
                 return True
             self._routers.pass_over(self._routers.address)
         return False
@@ -219,6 +238,7 @@ class RouterLink:
         if caller is None or loop.time() >= caller.until:
             request = inference_pb2.ListModelsRequest()
             response = await self._call("ListModels", request, authorization, CALL_TIMEOUT_S)
+            self._check_router(has_tenants=bool(response.tenant))
             caller = Caller(
                 model=model_from(response.models[0]) if response.models else None,
                 tenant=response.tenant,
@@ -230,6 +250,14 @@ class RouterLink:
             if len(self._callers) > MOST_CALLERS:
                 self._callers.popitem(last=False)
         return caller
+
+    def _check_router(self, *, has_tenants: bool) -> None:
+        """Refuse to let strangers use a router by way of this gateway."""
+        if self._needs_tenants and not has_tenants:
+            self._may_be_open = True
+            found = f"the router at {self._routers.address} has none"
+            message = f"router.tenants_file: {found}; allowed: {ALLOWED}"
+            raise RouterOpen(message, code="UNAVAILABLE")
 
     async def _call(
         self,

@@ -215,6 +215,35 @@ def test_it_connects_and_serves_over_tls(tmp_path):
     assert "PRIVATE KEY" not in errors
 
 
+@pytest.mark.parametrize("knows", ["nobody", "certificates", "whoever connects"])
+def test_where_other_hosts_can_connect_it_must_know_its_clients(tmp_path, knows):
+    authority = Authority(tmp_path)
+    certificate, key = authority.pair("localhost")
+    flags = (
+        *("--front-tls-certificate-file", certificate, "--front-tls-key-file", key),
+        *("--host", "0.0.0.0", "--port", "0"),
+        *(("--insecure",) if knows == "whoever connects" else ()),
+        *(("--front-tls-client-authority-file", authority.file) if knows == "certificates" else ()),
+    )
+    with serving_in_thread(hello) as (router, service):
+        service.is_away = True
+        command = [sys.executable, "-m", "cli", "gateway", "--router", router, *flags]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        process.stdout.readline()  # it is away
+        service.is_away = False
+        said = process.stdout.readline()
+        process.terminate()
+        _, errors = process.communicate(timeout=20)
+
+    if knows == "nobody":
+        told = f"router.tenants_file: the router at {router} has none; allowed: a tenants file, or "
+        assert said.startswith(f"waiting for the router at {router}: {told}"), errors
+    else:
+        assert said.startswith("ready: HTTP on https://localhost:"), errors
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

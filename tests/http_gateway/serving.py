@@ -115,6 +115,7 @@ def gateway(
     *,
     door: Door | None = None,
     router_tls: Tls | None = None,
+    needs_tenants: bool = False,
     **config: Any,
 ) -> Iterator[Gateway]:
     """Serve HTTP before a backend; nobody may log an error meanwhile."""
@@ -136,6 +137,7 @@ def gateway(
                 port=0,
                 door=door,
                 router_tls=router_tls,
+                needs_tenants=needs_tenants,
             )
             address = await server.start()
             stops.append(stop)

@@ -251,6 +251,37 @@ def test_without_tenants_all_keys_are_one_caller(folder: Path) -> None:
         assert exchange(served.host_and_port, request("/metrics", method="GET")).status == 200
 
 
+def test_a_gateway_that_needs_tenants_serves_nobody_of_a_router_without(folder: Path) -> None:
+    open_router = real_router(parrot(folder), folder)
+    with gateway(lambda: open_router, needs_tenants=True) as served:
+        for method, path in [*V1, ("GET", "/ready")]:
+            for key in ({}, {"authorization": "Bearer acme"}):
+                body = b"" if method == "GET" else b"{}"
+                told = request(path, body, method=method, **key)
+                answer = exchange(served.host_and_port, told)
+                assert (answer.status, answer.error["code"]) == (503, "unavailable"), path
+        assert answer.error["message"] == (
+            f"router.tenants_file: the router at {served.router_address} has none; allowed: a "
+            "tenants file, or front_tls.client_authority_file of the gateway, where other hosts "
+            "can connect to it; or insecure, if whoever can connect may use the model"
+        )
+
+
+def test_a_gateway_that_needs_tenants_serves_those_of_its_router(
+    folder: Path, known: Tenants
+) -> None:
+    backend = real_router(parrot(folder), folder, tenants=known)
+    with gateway(lambda: backend, needs_tenants=True) as served:
+        ready = request("/ready", method="GET")
+        assert exchange(served.host_and_port, ready).status == 200
+        client = client_of(served).with_options(api_key="acme")
+        client.completions.create(model="tiny", prompt="hello", max_tokens=1)
+        metrics = request("/metrics", method="GET", authorization="Bearer ops")
+        assert exchange(served.host_and_port, metrics).status == 200
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="x").models.list()
+
+
 def test_while_the_router_is_away_metrics_are_for_whoever_was_an_operator_last() -> None:
     async def nothing(request: Any, context: Any) -> Any:
         yield
