@@ -273,6 +273,28 @@ def test_a_file_is_followed_while_the_router_runs_even_after_a_bug(
     asyncio.run(main())
 
 
+def test_a_file_in_a_mounted_secret_is_followed_when_kubernetes_leads_its_folder_elsewhere(
+    tmp_path: Path,
+) -> None:
+    def lead_to(name: str, text: str) -> None:
+        (tmp_path / name).mkdir()
+        written(tmp_path / name, text)
+        (tmp_path / "new").symlink_to(name)
+        os.replace(tmp_path / "new", tmp_path / "..data")
+
+    lead_to("..1", f"acme: {{token_hashes: [{A}]}}")
+    path = tmp_path / "tenants.yaml"
+    path.symlink_to("..data/tenants.yaml")
+    read = read_tenants(path)
+    tenants = Tenants(read.rules)
+
+    lead_to("..2", f"acme: {{token_hashes: [{B}]}}")
+    asyncio.run(TenantsWatch(path, tenants, read).look())
+
+    assert tenants.of(digest_of(b"a")) is None
+    assert tenants.of(digest_of(b"b")) is not None
+
+
 def test_the_page_on_tenants_has_all_fields_with_their_defaults() -> None:
     page = (Path(__file__).parents[3] / "docs" / "tenants.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.*?) ?\| .+ \|$", page, re.MULTILINE)
