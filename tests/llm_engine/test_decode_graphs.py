@@ -44,6 +44,12 @@ def engine(
     return small_engine(tmp_path, num_layers=getattr(request, "param", 1))
 
 
+def set_num_rows(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+    """Have recordings of so many rows alone."""
+    for module in (decode_graphs, device_runner):
+        monkeypatch.setattr(module, "NUM_ROWS", sizes)
+
+
 def ahead(engine: Engine, *, num_seats: int = 8) -> Engine:
     return recording(engine, num_seats=num_seats, records_prompts=False)
 
@@ -168,8 +174,7 @@ def test_buffers_that_grow_are_recorded_anew(
 ) -> None:
     sequences = [sequence([index + 1] * 14, [index, 20 + index], 4) for index in range(3)]
     expected = results_of(engine, sequences)
-    monkeypatch.setattr(decode_graphs, "NUM_ROWS", (4,))
-    monkeypatch.setattr(device_runner, "NUM_ROWS", (4,))
+    set_num_rows(monkeypatch, (4,))
     engine.decoder._attention._decode._max_rows = 1  # type: ignore[attr-defined]
     recorded = ahead(engine, num_seats=4)
 
@@ -265,8 +270,7 @@ def test_steps_of_few_rows_have_buffers_and_recordings_of_their_own(
     decode = engine.decoder._attention._decode  # type: ignore[attr-defined]
     monkeypatch.setattr(decode, "_few_rows", 2)
     monkeypatch.setattr(decode, "_attentions", decode._make_attentions(256, 1 << 20))
-    monkeypatch.setattr(decode_graphs, "NUM_ROWS", (4,))
-    monkeypatch.setattr(device_runner, "NUM_ROWS", (4,))
+    set_num_rows(monkeypatch, (4,))
     sizes = []
     plan = CascadeAttention.plan
 
@@ -320,8 +324,7 @@ def test_steps_of_all_sizes_are_loaded_at_the_start_and_recorded_later(
     monkeypatch: pytest.MonkeyPatch,
     num_pages: int,
 ) -> None:
-    monkeypatch.setattr(decode_graphs, "NUM_ROWS", (2, 4, 8))
-    monkeypatch.setattr(device_runner, "NUM_ROWS", (2, 4, 8))
+    set_num_rows(monkeypatch, (2, 4, 8))
     monkeypatch.setattr(decode_graphs, "MIN_DECODE_ROWS", 4)
     recorded = ahead(engine)
     sequences = [sequence([index] * 3, [20 + index], 4) for index in range(4)]
@@ -342,8 +345,7 @@ def test_steps_of_all_sizes_are_loaded_at_the_start_and_recorded_later(
 def test_a_step_that_comes_before_its_recording_is_recorded_at_once(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_graphs, "NUM_ROWS", (2, 4, 8))
-    monkeypatch.setattr(device_runner, "NUM_ROWS", (2, 4, 8))
+    set_num_rows(monkeypatch, (2, 4, 8))
     recorded = ahead(engine)
     sequences = [sequence([index] * 3, [20 + index], 4) for index in range(4)]
     expected = results_of(engine, sequences)
@@ -360,8 +362,7 @@ def test_a_step_that_comes_before_its_recording_is_recorded_at_once(
 def test_what_is_recorded_after_buffers_have_grown_holds_for_the_new_ones(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_graphs, "NUM_ROWS", (2, 4, 8))
-    monkeypatch.setattr(device_runner, "NUM_ROWS", (2, 4, 8))
+    set_num_rows(monkeypatch, (2, 4, 8))
     recorded = ahead(engine)
     sequences = [sequence([index] * 3, [20 + index], 4) for index in range(2)]
     expected = results_of(engine, sequences)
