@@ -116,17 +116,17 @@ class Engine:
         Loading a kernel while a transfer waits for its peer can block until that transfer ends.
         load_engine has already launched the kernels of larger or sharing batches.
         """
-        if self._launch_kernels() == [None]:
+        if self.launch_kernels() == [None]:
             raise InvalidLogits(
                 "no token can be drawn after tokens 0, 0, 0 of this model: the largest "
                 "logit is NaN or infinite"
             )
 
-    def launch_kernels(self) -> None:
-        """Launch every kernel of `warm_up`, inside `compiling_ahead`: results are arbitrary."""
-        self._launch_kernels()
+    def launch_kernels(self) -> list[Drawn]:
+        """Launch every kernel of `warm_up`; return tokens, or [None] if none can be drawn.
 
-    def _launch_kernels(self) -> list[Drawn]:
+        Inside `compiling_ahead` results are arbitrary.
+        """
         # First those that take longest to compile. A pass of a kind that the runner has loaded
         # would be recorded.
         tokens = self._warm_up_draws()

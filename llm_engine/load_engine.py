@@ -183,7 +183,7 @@ def _compile_and_load(engine: Engine, load_kernels: Callable[[], None], marker: 
         logger.warning("not_marked_as_compiled", extra=fields(error=repr(error)))
 
 
-def _compile_ahead(*launches: Callable[[], None]) -> None:
+def _compile_ahead(*launches: Callable[[], object]) -> None:
     """Compile in parallel what these launch, the longest compilations first.
 
     A failure only costs time: whatever is wrong shows again when the kernels are launched to run.
