@@ -3,7 +3,8 @@
 Streams begin, and one worker gets SIGKILL, or SIGSTOP for ten seconds, before, during or after
 their pages move. The cluster is observed until a new request moves pages again. The same prompts
 then run once more: their greedy tokens are those that the interrupted streams must have had.
-`pauses_ms` has the longest time that each stream which ended waited for a token after the fault.
+`pauses_ms` has the longest time that each stream which ended waited for a token after the fault,
+`resumed_gap_ms` the time between its tokens after that pause, `calm_gap_ms` that without the fault.
 """
 
 import os
@@ -20,6 +21,8 @@ from benchmarks.prompts import token_ids, wave
 from benchmarks.stream_statistics import (
     Row,
     StreamRecord,
+    gaps_after_pause_ms,
+    gaps_ms,
     longest_pause_ms,
     percentile,
     percentiles,
@@ -47,6 +50,8 @@ OPTIONS = {
     "router.resume_wait_s": 180.0,
     "router.worker_wait_s": 180.0,
 }
+GAPS_AFTERWARDS = ("resumed_gap_ms_p50", "resumed_gap_ms_p99", "resumed_gap_ms_max")
+GAPS_WITHOUT = ("calm_gap_ms_p50", "calm_gap_ms_p99", "calm_gap_ms_max")
 BEFORE_S = 0.005  # from the calls to the fault, in which no worker can fill a chunk of pages
 HANG_S = 10.0
 
@@ -83,6 +88,9 @@ def sum_up(rounds: Sequence[Row]) -> Row:
             found[name] = round(percentile(values, 50), 1)
             found[f"{name}_max"] = round(max(values), 1)
     found |= percentiles([pause for each in rounds for pause in each["pauses_ms"]], "pause_ms", 1)
+    for name in (*GAPS_AFTERWARDS, *GAPS_WITHOUT):
+        if values := [each[name] for each in rounds if name in each]:
+            found[name] = round(percentile(values, 50), 2)
     if grown := [growth for each in rounds for growth in each["memory_grew_mib"]]:
         found["memory_grew_mib"] = max(grown)
     return {"ms": found["usable_ms"], **found, "rounds": rounds}
@@ -129,6 +137,8 @@ def _strike_once(fault: signal.Signals, victim: str, moment: str, run: Run) -> R
         "pauses_ms": [
             round(longest_pause_ms(each, struck_at), 1) for each in records if not each.error
         ],
+        **percentiles(gaps_after_pause_ms(records, struck_at), "resumed_gap_ms"),
+        **percentiles(gaps_ms(calm), "calm_gap_ms"),
         "last_ms": max(
             (round(1e3 * (each.times[-1] - struck_at), 1) for each in records if each.times),
             default=None,

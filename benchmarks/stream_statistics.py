@@ -109,6 +109,24 @@ def longest_pause_ms(record: StreamRecord, since: float) -> float:
     return max((1e3 * (after - before) for before, after in pairs if after > since), default=0.0)
 
 
+def gaps_after_pause_ms(records: Iterable[StreamRecord], since: float) -> list[float]:
+    """Return the time before each token, ms, that came after a stream's longest pause.
+
+    Of pauses, those count that a token ended after a moment; tokens are counted as by `gaps_ms`.
+    """
+    gaps = []
+    for record in records:
+        pauses = [
+            (after - before, after)
+            for before, after in pairwise([record.started, *record.times])
+            if after > since
+        ]
+        if pauses:
+            _, ended = max(pauses)
+            gaps += gaps_ms([record], begin=math.nextafter(ended, math.inf))
+    return gaps
+
+
 def first_token_ms(records: Iterable[StreamRecord]) -> list[float]:
     """Return the time from each call to its first token, ms."""
     return [1e3 * (record.times[0] - record.started) for record in records if record.times]

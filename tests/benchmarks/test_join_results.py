@@ -51,6 +51,7 @@ def test_rounds_of_a_case_in_two_parts_are_summed_up_together() -> None:
                 "wrong_tokens": 0,
                 "usable_ms": each,
                 "pauses_ms": [each, 10 * each],
+                "resumed_gap_ms_p99": each,
                 "memory_grew_mib": [],
             }
             for each in usable_ms
@@ -63,6 +64,7 @@ def test_rounds_of_a_case_in_two_parts_are_summed_up_together() -> None:
     assert (row["times"], row["lost_requests"], len(row["rounds"])) == (3, 3, 3)
     assert (row["usable_ms"], row["usable_ms_max"]) == (2.0, 9.0)
     assert (row["pause_ms_p50"], row["pause_ms_max"]) == (9.5, 90.0)  # of 1, 2, 9, 10, 20 and 90
+    assert row["resumed_gap_ms_p99"] == 2.0
 
 
 @pytest.mark.parametrize("name", sorted(CONDITIONS))

@@ -79,6 +79,8 @@ def test_streams_pause_while_a_killed_decode_worker_starts_again(tmp_path: Path)
     # Nobody else decodes: all streams wait until the worker is back.
     assert 0.5 * row["restarted_ms"] < min(round_["pauses_ms"])
     assert row["pause_ms_max"] == max(round_["pauses_ms"])
+    assert row["calm_gap_ms_p50"] > 0
+    assert 0 < row["resumed_gap_ms_p50"] <= row["resumed_gap_ms_max"] < min(round_["pauses_ms"])
 
 
 def tiny_spec(

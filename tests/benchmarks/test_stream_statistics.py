@@ -7,6 +7,7 @@ import pytest
 from benchmarks.stream_statistics import (
     StreamRecord,
     first_token_ms,
+    gaps_after_pause_ms,
     gaps_ms,
     last_first_token_ms,
     longest_pause_ms,
@@ -134,6 +135,15 @@ def test_a_pause_is_counted_that_began_before_a_moment_but_not_one_that_was_over
     assert longest_pause_ms(stream(1.0, 6.0), 5.0) == 5000.0
     assert longest_pause_ms(stream(6.0, started=4.0), 5.0) == 2000.0
     assert longest_pause_ms(stream(1.0, 2.0), 5.0) == 0.0
+
+
+def test_gaps_after_a_pause_leave_out_the_pause_and_what_was_before() -> None:
+    paused = stream(1.0, 3.0, 4.0, 9.0, 9.5, 9.75, counts=(1, 1, 1, 1, 2, 1))
+
+    assert gaps_after_pause_ms([paused], since=3.5) == pytest.approx([500.0, 0.0, 250.0])
+    assert gaps_after_pause_ms([paused], since=9.25) == pytest.approx([250.0])  # the pause is over
+    assert gaps_after_pause_ms([paused], since=10.0) == []
+    assert gaps_after_pause_ms([stream(6.0, 6.5, started=4.0)], since=5.0) == [500.0]
 
 
 def test_first_tokens_and_the_whole_time_count_from_the_calls() -> None:
