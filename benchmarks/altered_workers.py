@@ -1,4 +1,4 @@
-"""Workers that lack one part, or start from another state, to measure the worth of the part.
+"""Workers that lack one part, start from another state or time their steps, for measurements.
 
 The product has no switches for them. Each alteration replaces a function in the process of a worker
 before it starts, and a run with altered workers must show in its counts that the alteration works.
@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ class Alteration:
     moves_again: bool = False  # decode workers ask for all pages of a prompt: no delta
     scatters_pages: bool = False  # pages of a prompt lie far apart in the pools of both sides
     lives_apart: bool = False  # NCCL takes each worker's host for another one
+    times_steps_to: str = ""  # a folder for files of steps' times
 
     def apply(self) -> None:
         """Alter this process."""
@@ -32,6 +34,10 @@ class Alteration:
             scatter_pages()
         if self.lives_apart:
             live_apart()
+        if self.times_steps_to:
+            from benchmarks.step_times import time_steps
+
+            time_steps(Path(self.times_steps_to))
 
     @contextmanager
     def in_launcher(self) -> Iterator[None]:
