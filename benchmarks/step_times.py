@@ -28,9 +28,10 @@ def mark() -> Mark:
 
 
 def between_ms(before: Mark, after: Mark) -> float:
-    """Return the time between two moments that the device has reached, ms."""
+    """Return the time between two moments, ms, once the device has reached them."""
     if isinstance(before, float):
         return 1e3 * float(after - before)
+    after.synchronize()
     return float(before.elapsed_time(after))  # of float32, so only between moments that are close
 
 
