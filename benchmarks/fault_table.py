@@ -6,6 +6,7 @@ python -m benchmarks.fault_table
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.fault_cases import FAULTS
@@ -16,8 +17,10 @@ from benchmarks.targets import KILLS_FILE, MEMORY_FILE, survivor_growth_mib
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "faults.md"
 RESULTS = Path(__file__).resolve().parent / "results"
 FAULTS_RESULT = "faults-cpu.json"
+GAPS_FILE = "kills-nccl-gaps-h100-x4.json"
 # |-> what carried the pages; of a fault that several files have, the page shows the first
 KILLS_RESULTS = {
+    "hangs-nccl-h100-x4.json": "NCCL",
     "kills-nccl-decode-before-h100-x4.json": "NCCL",
     KILLS_FILE: "NCCL",
     "kills-nccl-before-h100-x2.json": "NCCL",
@@ -89,6 +92,12 @@ In {kills} later kills over NCCL, in {clusters} clusters ([{name}](../benchmarks
 that was not hit grew at one kill of each cluster, by {prefill} MiB in a prefill worker and
 {decode} MiB in a decode worker, and at no other.
 """
+GAPS = """
+In {kills} more kills of the only decode worker ([{name}](../benchmarks/results/{name})), streams
+continued as soon as it was back, and it recorded their passes within steps. Tokens then came
+{p50} apart in the median and {p99} at p99; without a kill, {calm_p50} and {calm_p99}. The longest
+wait of a run was {most}; without a kill, {calm_most}. These are medians of the runs.
+"""
 KILLS_HEADS = (
     *("Pages over", "Worker", "Fault", "Moment", "On", "Runs", "Requests", "Failed"),
     *("Wrong tokens", "Pause, p50 and p99", "Noticed", "Pages free", "Moves again"),
@@ -108,7 +117,7 @@ def whole_page() -> str:
     """Return the page for the existing results."""
     hits = {name: _read(name) for name in KILLS_RESULTS}
     text = page(_read(FAULTS_RESULT), FAULTS_RESULT) + kills(hits)
-    text += memory(_read(MEMORY_FILE), MEMORY_FILE) + CORRUPTION
+    text += memory(_read(MEMORY_FILE), MEMORY_FILE) + gaps(_read(GAPS_FILE), GAPS_FILE) + CORRUPTION
     names = sorted(each.name for each in RESULTS.glob("corruption-*.json"))
     return text + "".join(corruption(_read(name), name) for name in names)
 
@@ -187,6 +196,26 @@ def memory(result: dict[str, Any], name: str) -> str:
             side: " to ".join(map(str, sorted({min(each), max(each)})))
             for side, each in grown.items()
         },
+    )
+
+
+def gaps(result: dict[str, Any], name: str) -> str:
+    """Return the paragraph on tokens after a decode worker is back."""
+    rounds = [each for row in result["cases"] for each in row["rounds"]]
+
+    def of_runs(field: str) -> str:
+        ms = median(each[field] for each in rounds)
+        return f"{ms:.1f} ms" if ms < 10 else _seconds(ms)
+
+    return GAPS.format(
+        name=name,
+        kills=len(rounds),
+        p50=of_runs("resumed_gap_ms_p50"),
+        p99=of_runs("resumed_gap_ms_p99"),
+        calm_p50=of_runs("calm_gap_ms_p50"),
+        calm_p99=of_runs("calm_gap_ms_p99"),
+        most=of_runs("resumed_gap_ms_max"),
+        calm_most=of_runs("calm_gap_ms_max"),
     )
 
 

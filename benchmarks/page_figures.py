@@ -20,13 +20,15 @@ from benchmarks.serving_figures import bars, disaggregation_charts, hardware_of,
 from benchmarks.stream_statistics import Row
 from benchmarks.tables import (
     ABLATION_RESULTS,
-    POOL_ARMS,
     PROFILE_RESULT,
     REPLAY_RESULTS,
     RESULTS,
     ROOT,
+    SERVED_STEPS_RESULT,
     gateway_rows,
     profile_parts,
+    replays_in_time,
+    served_step_rows,
 )
 from benchmarks.targets import FIRST_TOKENS_FILE, KILLS_FILE, SERVING_FILE, serving_outcomes
 
@@ -96,6 +98,20 @@ def step_profile() -> str:
             values,
             series=tuple(zip(profile_parts(content["cases"][0]), COLORS, strict=True)),
             unit="ms",
+        )
+    )
+
+
+def served_steps() -> str:
+    """Steps of a worker that serves, and of its engine alone."""
+    content = _content(SERVED_STEPS_RESULT)
+    where = f"{in_short(content['hardware'])}, Llama-3-8B's shape, commit {content['commit'][:8]}."
+    return draw(
+        bars(
+            "A step of decode of a worker that serves, and of its engine alone (shorter is better)",
+            (where, "Streams of 1,024 tokens; no prefill worker."),
+            [(f"{streams} streams", each[:3]) for streams, each in served_step_rows()],
+            series=(("engine alone", ORANGE), ("client", BLUE), ("on the device", LIGHT_BLUE)),
         )
     )
 
@@ -185,25 +201,23 @@ def ablation() -> str:
 
 def replay() -> str:
     """How many requests of a trace get their tokens in time."""
-    rows = [_rows_and_hardware([name])[0] for name in REPLAY_RESULTS]
-    pairs = [[each[f"replay/{arm}"] for arm in POOL_ARMS] for each in rows]
     values = [
-        (
-            f"{' or '.join(row['cluster'] for row in pair)}, "
-            f"{pair[0]['offered_requests_per_s']:.2f} offered",
-            [row["in_time_per_s"] for row in pair],
-        )
-        for pair in pairs
+        (f"{pools['cluster']}, {pools['offered_requests_per_s']:.2f} offered", in_time)
+        for pools, in_time in replays_in_time()
     ]
+    limits = (f"limit {limit_ms} ms" if limit_ms else "no limit" for limit_ms in REPLAY_RESULTS)
     return draw(
         bars(
             "Replay of a conversation trace: requests answered in time (longer is better)",
             (
-                _rows_and_hardware(REPLAY_RESULTS)[1],
+                _rows_and_hardware([each for names in REPLAY_RESULTS.values() for each in names])[
+                    1
+                ],
                 "First token within 2 s, 99 % of the others within 50 ms.",
+                "With separate pools, and without, by the limit of a step.",
             ),
             values,
-            series=(("separate pools", BLUE), ("without prefill workers", ORANGE)),
+            series=tuple(zip(("pools", *limits), COLORS, strict=True)),
             unit="per s",
         )
     )
@@ -219,6 +233,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "replay": replay,
     "engine-step": engine_step,
     "step-profile": step_profile,
+    "served-steps": served_steps,
     "linear-h100": linear,
     "relay": relay,
     "gateway": gateway,

@@ -24,14 +24,30 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
 PROFILE_RESULT = "step-profile-llama-3-8b-h100.json"
+SERVED_STEPS_RESULT = "served-steps-h100.json"
 POOLS_RESULT = "transfers-h200-x2.json"
 TRANSFERS_RESULT = "transfers-receive-h100-x2.json"
 ABLATION_RESULTS = tuple(
     f"ablation{run}.json"
     for run in ("-h100-x2", "-delta-h100-x2", "-none-h100-x2", "-none-h100-x4")
 )
-REPLAY_RESULTS = tuple(f"replay{run}-h100-x4.json" for run in ("-pair", "-pair-faster", ""))
+# |-> runs of the pools, and without prefill workers by their limits of a step; 0: none
+REPLAY_RESULTS = {
+    limit_ms: tuple(
+        f"replay{run}{f'-{limit_ms}ms' if limit_ms else ''}-h100-x4.json"
+        for run in ("-pair", "-pair-faster", "")
+    )
+    for limit_ms in (30, 45, 0)
+}
 POOL_ARMS = ("disaggregated", "aggregated")
+# Columns of a table: heading |-> file and arm
+ITL_RESULTS = {
+    "1 + 1, H200": (POOLS_RESULT, "disaggregated"),
+    "0 + 2, H200": (POOLS_RESULT, "aggregated"),
+    "1 + 1, H100": ("itl-h100-x4.json", "disaggregated"),
+    "0 + 2, 30 ms, H100": ("itl-30ms-h100-x4.json", "aggregated"),
+    "0 + 2, 45 ms, H100": ("itl-45ms-h100-x4.json", "aggregated"),
+}
 REGION = re.compile(r"(?s)(<!-- table: ([a-z-]+) -->\n).*?(<!-- end of table -->)")
 
 
@@ -161,7 +177,7 @@ def step_profile() -> str:
 
 def pools() -> str:
     """Chats beside long prompts on two GPUs, as two pools and without a prefill worker."""
-    rows = _rows_of(POOLS_RESULT)
+    rows = [_rows_of(file)[f"itl/{arm}"] for file, arm in ITL_RESULTS.values()]
     figures = (
         ("between tokens, p50", "itl_ms_p50", "ms"),
         ("p99", "itl_ms_p99", "ms"),
@@ -170,18 +186,15 @@ def pools() -> str:
         ("tokens of prompts and answers", "all_tokens_per_s", "per s"),
     )
     return table(
-        ("what", "unit", "1 + 1", "0 + 2"),
-        (
-            (what, unit, *(_ms(rows[f"itl/{arm}"][name]) for arm in POOL_ARMS))
-            for what, name, unit in figures
-        ),
+        ("what", "unit", *ITL_RESULTS),
+        ((what, unit, *(_ms(row[name]) for row in rows)) for what, name, unit in figures),
         num_text=2,
     )
 
 
 def replay() -> str:
     """A trace, replayed at several paces, on pools and without prefill workers."""
-    rows = [_rows_of(name)[f"replay/{arm}"] for name in REPLAY_RESULTS for arm in POOL_ARMS]
+    rows = [_rows_of(name)[f"replay/{arm}"] for name in REPLAY_RESULTS[30] for arm in POOL_ARMS]
     figures: tuple[tuple[str, str, Callable[[Row], float]], ...] = (
         ("requests offered", "per s", lambda row: row["offered_requests_per_s"]),
         ("answered", "per s", lambda row: row["requests_per_s"]),
@@ -199,6 +212,34 @@ def replay() -> str:
         ((what, unit, *(_ms(figure(row)) for row in rows)) for what, unit, figure in figures),
         num_text=2,
     )
+
+
+def replays_in_time() -> Iterator[tuple[Row, list[float]]]:
+    """Yield each pace of the trace: its run on pools, and the requests in time, 1/s, by cluster.
+
+    These are the pools, and those without prefill workers in the order of REPLAY_RESULTS.
+    """
+    for names in zip(*REPLAY_RESULTS.values(), strict=True):
+        runs = [_rows_of(name) for name in names]
+        pools = runs[0]["replay/disaggregated"]
+        yield (
+            pools,
+            [row["in_time_per_s"] for row in (pools, *(r["replay/aggregated"] for r in runs))],
+        )
+
+
+def served_step_rows() -> Iterator[tuple[str, list[float]]]:
+    """Yield numbers of streams, and a step's ms alone, at the client, on the device and between."""
+    alone = _rows_of("engine-step-llama-3-8b-h100.json")
+    for case, row in _rows_of(SERVED_STEPS_RESULT).items():
+        served = [row[name] for name in ("ms", "busy_ms", "between_ms")]
+        yield str(row["streams"]), [alone[f"decode/{case}"]["ms"], *served]
+
+
+def served_steps() -> str:
+    """Steps at the client, on the device of the worker, and of an engine alone on that host."""
+    heads = ("streams", "engine alone, ms", "client, ms", "on the device, ms", "between steps, ms")
+    return table(heads, ((streams, *map(_ms, row)) for streams, row in served_step_rows()))
 
 
 def ablation() -> str:
@@ -382,6 +423,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step-profile": step_profile,
     "pools": pools,
     "replay": replay,
+    "served-steps": served_steps,
     "ablation": ablation,
     "transfers": transfers,
     "decode-attention": decode_attention,

@@ -81,6 +81,7 @@ def other_outcomes() -> Iterator[Outcome]:
         yield Outcome(what=f"`{case}`", target=target, found=seconds, unit="s", file=STARTS_FILE)
     yield from _transfers("transfers-receive-h100-x2.json")
     yield from _pools("transfers-h200-x2.json")
+    yield _limited_pools("itl-h100-x4.json", "itl-30ms-h100-x4.json")
     file = "itl-h100-x2.json"
     chats = _rows(file)["itl/disaggregated"]
     yield Outcome(
@@ -146,6 +147,18 @@ def _pools(file: str) -> Iterator[Outcome]:
         ),
     )
     return _outcomes(file, figures)
+
+
+def _limited_pools(pools_file: str, file: str) -> Outcome:
+    pools, mixed = _rows(pools_file)["itl/disaggregated"], _rows(file)["itl/aggregated"]
+    return Outcome(
+        what="their p99 without pools, if a step is limited to 30 ms, over that with them",
+        target=10,
+        found=mixed["itl_ms_p99"] / pools["itl_ms_p99"],
+        unit="times",
+        file=file,
+        is_least=True,
+    )
 
 
 def _outcomes(file: str, figures: Iterable[Figure]) -> Iterator[Outcome]:
