@@ -92,6 +92,7 @@ def worker_spans() -> None:
     span.event("begun")
     receive = span.child("receive", prefill_worker="prefill-0")
     receive.event("first_token")
+    span.event("first_token", passes_ms=0.0)
     receive.end("", moved_pages=16, moved_bytes=2**27)
     span.end("", queue_ms=1, tokens=CONTEXT, cached_tokens=0, moved_pages=16, preemptions=0)
 

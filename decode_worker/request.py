@@ -70,6 +70,7 @@ class Request:
     arrival: int = -1  # 0, 1, 2 ...; the age by which pages and places are given
     choices: list["Choice"] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
+    passes_s: float = 0.0  # engine time of the passes here that computed some of its prompt
     is_account_due: bool = False  # the next delta carries its cost so far
 
     def __post_init__(self) -> None:

@@ -223,6 +223,8 @@ class Scheduler:
             num_chunk_tokens=plan.num_tokens - len(plan.decodes),
             seconds=result.seconds,
         )
+        for request in {chunk.prompt.request for chunk in plan.chunks}:
+            request.passes_s += result.seconds
         deltas = []
         for choice, token in zip(plan.decodes, result.decodes, strict=True):
             if token is not None:

@@ -34,6 +34,7 @@ class _Active:
     outbox: Outbox
     submitted_at: float
     is_begun: bool = False  # its prompt is being computed, or a prefill worker was asked for it
+    has_token: bool = False  # of this attempt
     timer: asyncio.TimerHandle | None = None
 
 
@@ -134,6 +135,10 @@ class DecodeWorker:
             active = self._active.get(delta.request)
             if active is None:  # the outbox was overrun by a delta before this one
                 continue
+            if not active.has_token:
+                active.has_token = True
+                passes_ms = round(1000 * delta.request.passes_s, 3)
+                delta.request.span.event("first_token", passes_ms=passes_ms)
             active.outbox.push(delta)
             if active.outbox.is_overrun:
                 # A router that reads nothing does not see its session end: end its requests here.

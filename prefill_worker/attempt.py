@@ -141,7 +141,7 @@ class Attempt:
             self._sender.pages_computed(progress.first_page, progress.page_ids, progress.is_last)
             return
         assert isinstance(progress, FinishedPrompt)
-        self._span.event("computed")
+        self._span.event("computed", passes_ms=round(1000 * self.prompt.passes_s, 3))
         self._tell(
             PrefillResult(
                 tokens=progress.tokens,

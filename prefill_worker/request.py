@@ -50,6 +50,7 @@ class Prompt:
     num_computed: int = 0  # tokens whose K and V are in the pages, cached ones included
     num_launched: int = 0  # tokens after them that steps in flight compute
     num_in_flight: int = 0  # steps in flight that touch its pages
+    passes_s: float = 0.0  # engine time of the passes that computed some of its tokens
     num_handed_pages: int = 0  # pages before this one went to the transfer, or were not needed
     lease: Lease | None = None  # of the handed pages, when DONE
     is_read: bool = True  # a transfer may read the handed pages

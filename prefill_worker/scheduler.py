@@ -149,6 +149,7 @@ class Scheduler:
             if tokens is None:
                 continue
             prompt = chunk.prompt
+            prompt.passes_s += result.seconds
             if not chunk.commit(self._cache):
                 continue
             self.totals.computed_tokens += chunk.num_tokens

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.trace import StatusCode
 
 from pagewire import AsyncClient
@@ -18,7 +18,16 @@ from tests.support.virtual_time import wait_until
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CALLER = f"00-{TRACE_ID}-{SPAN_ID}-01"
+PASS_MS, TOKEN_MS = 10.0, 0.5  # of ClusterShape, besides 0.5 for a launch
 WHOLE = ["generate", "attempt", "decode", "receive", "prefill"]
+
+
+def passes_ms(span: ReadableSpan, event: str) -> float:
+    [attributes] = [each.attributes for each in span.events if each.name == event]
+    assert attributes is not None
+    told = attributes["pagewire.passes_ms"]
+    assert isinstance(told, float)
+    return told
 
 
 def trace_ids(traces: Traces) -> set[str]:
@@ -47,14 +56,44 @@ def test_one_trace_goes_through_all_processes_and_says_what_was_computed_and_mov
             assert events == ["admitted", "first_token"]
             decode = values(traces.one("decode"))
             assert (decode["moved_pages"], decode["computed_tokens"]) == (11, 0)
+            assert passes_ms(traces.one("decode"), "first_token") == 0
             assert values(traces.one("attempt"))["decode_worker"] == "decode-0"
             receive = values(traces.one("receive"))
             assert (receive["moved_pages"], receive["moved_bytes"]) == (11, 11 * PAGE * 16)
             assert receive["prefill_worker"] == "prefill-0"
             prefill = values(traces.one("prefill"))
             assert (prefill["computed_tokens"], prefill["moved_pages"]) == (41, 11)
+            assert passes_ms(traces.one("prefill"), "computed") == pytest.approx(PASS_MS + 41 * TOKEN_MS, abs=1)
 
     in_cluster(FakeCluster(), body)
+
+
+@pytest.mark.parametrize(
+    ("num_prefill", "name", "event"), [(1, "prefill", "computed"), (0, "decode", "first_token")]
+)
+def test_the_passes_of_a_prompt_are_told_without_those_that_it_waits_for(
+    num_prefill: int, name: str, event: str
+) -> None:
+    async def body(cluster: FakeCluster) -> None:
+        with traced() as traces:
+            first = asyncio.create_task(cluster.generate(request("r0", 56)))
+            await asyncio.sleep(0.005)  # the first of its two passes runs
+            assert_right(await cluster.generate(request("r1", 24)), await first)
+            await cluster.wait_quiescent()
+
+        told = {
+            values(span)["gen_ai.usage.input_tokens"]: span.context.trace_id
+            for span in traces.named("generate")
+        }
+        by_trace = {span.context.trace_id: span for span in traces.named(name)}
+        found = {length: passes_ms(by_trace[told[length]], event) for length in told}
+        # The second pass computes the rest of the one and all of the other, which waits 25 ms.
+        each_ms = PASS_MS + 40 * TOKEN_MS
+        assert found[56] == pytest.approx(2 * each_ms, abs=1)
+        assert found[24] == pytest.approx(each_ms, abs=1)
+
+    shape = ClusterShape(num_prefill=num_prefill, max_step_tokens=40)
+    in_cluster(FakeCluster(shape=shape), body)
 
 
 def test_a_request_that_loses_its_worker_stays_one_trace() -> None:
