@@ -223,8 +223,7 @@ class Scheduler:
             num_chunk_tokens=plan.num_tokens - len(plan.decodes),
             seconds=result.seconds,
         )
-        for request in {chunk.prompt.request for chunk in plan.chunks}:
-            request.passes_s += result.seconds
+        self._count_time(plan, result.seconds)
         deltas = []
         for choice, token in zip(plan.decodes, result.decodes, strict=True):
             if token is not None:
@@ -579,6 +578,16 @@ class Scheduler:
         for request in ended:
             self.end(request)
         return ended
+
+    def _count_time(self, plan: StepPlan, seconds: float) -> None:
+        for request in {chunk.prompt.request for chunk in plan.chunks}:
+            request.passes_s += seconds
+        if not plan.chunks:
+            self.totals.decode_step_s += seconds
+        elif plan.decodes:
+            self.totals.mixed_step_s += seconds
+        else:
+            self.totals.prompt_step_s += seconds
 
     def _complete_chunk(self, chunk: Chunk, tokens: tuple[SampledToken, ...]) -> list[TokenDelta]:
         group = chunk.prompt

@@ -35,6 +35,9 @@ COUNTERS = {
     "sharing_rows": "Sequences in these groups, summed over steps.",
     "transfer_s": "Time spent receiving pages of prompts, summed over transfers.",
     "exposed_transfer_s": "Of this, time after the prompt was computed.",
+    "prompt_step_s": "Engine time of steps that computed prompt tokens alone.",
+    "decode_step_s": "Engine time of steps that decoded alone.",
+    "mixed_step_s": "Engine time of steps that did both.",
     "over_quota_pages": "Cached pages evicted because their tenant exceeded its cache_share.",
 }
 # Of TenantStatus. The number of series is that of configured tenants, whatever callers send.

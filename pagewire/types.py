@@ -237,6 +237,9 @@ class WorkerStatus:
     transfer_s: float  # in which pages of prompts were received, summed over transfers
     exposed_transfer_s: float  # of it, after the prompt was computed
     over_quota_pages: int  # cached pages evicted because their tenant had more than it may keep
+    prompt_step_s: float  # engine time of steps that computed prompt tokens alone
+    decode_step_s: float  # of steps that decoded alone
+    mixed_step_s: float  # of steps that did both
 
     @property
     def is_living(self) -> bool:

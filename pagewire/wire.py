@@ -508,6 +508,9 @@ def worker_status_from(status: inference_pb2.WorkerStatus) -> WorkerStatus:
         transfer_s=totals.transfer_s,
         exposed_transfer_s=totals.exposed_transfer_s,
         over_quota_pages=totals.over_quota_pages,
+        prompt_step_s=totals.prompt_step_s,
+        decode_step_s=totals.decode_step_s,
+        mixed_step_s=totals.mixed_step_s,
     )
 
 

@@ -144,6 +144,7 @@ class Scheduler:
     def complete_step(self, plan: StepPlan, result: StepResult) -> list[Progress]:
         """Apply the results of a plan's step, with the tokens drawn after each chunk."""
         self._count_in_flight(plan, -1)
+        self.totals.prompt_step_s += result.seconds
         progress: list[Progress] = []
         for chunk, tokens in zip(plan.chunks, result.slices, strict=True):
             if tokens is None:

@@ -20,6 +20,9 @@ class WorkerTotals:
     needed_bytes: int = 0  # of all pages of prompts that another worker was to prefill
     transfer_s: float = 0.0  # in which pages of prompts came, of transfers that succeeded
     exposed_transfer_s: float = 0.0  # of it, after the prompt was computed: the pages were awaited
+    prompt_step_s: float = 0.0  # engine time of steps that computed prompt tokens alone
+    decode_step_s: float = 0.0  # of steps that decoded alone
+    mixed_step_s: float = 0.0  # of steps that did both
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -166,6 +166,9 @@ def heartbeat_to_proto(
             transfer_s=totals.transfer_s,
             exposed_transfer_s=totals.exposed_transfer_s,
             over_quota_pages=load.num_over_quota,
+            prompt_step_s=totals.prompt_step_s,
+            decode_step_s=totals.decode_step_s,
+            mixed_step_s=totals.mixed_step_s,
         ),
     )
 

@@ -63,7 +63,9 @@ def test_one_trace_goes_through_all_processes_and_says_what_was_computed_and_mov
             assert receive["prefill_worker"] == "prefill-0"
             prefill = values(traces.one("prefill"))
             assert (prefill["computed_tokens"], prefill["moved_pages"]) == (41, 11)
-            assert passes_ms(traces.one("prefill"), "computed") == pytest.approx(PASS_MS + 41 * TOKEN_MS, abs=1)
+            assert passes_ms(traces.one("prefill"), "computed") == pytest.approx(
+                PASS_MS + 41 * TOKEN_MS, abs=1
+            )
 
     in_cluster(FakeCluster(), body)
 

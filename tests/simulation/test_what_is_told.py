@@ -16,6 +16,8 @@ NUM_REQUESTS = 8
 PREFIX = tokens(40, seed=1)
 UNIT_LEN = 8  # the prefix is five units
 LATENCY_S = 0.0001  # of each chunk
+PASS_S, TOKEN_S = ClusterShape().pass_s, ClusterShape().token_s
+NUM_DECODED = 2 * 19
 
 
 async def worker_of(cluster: FakeCluster, name: str) -> WorkerStatus:
@@ -122,3 +124,33 @@ def test_transfer_time_is_exposed_where_it_follows_the_prompt_and_hidden_where_i
         assert sender.transfer_s == 0, "only one side counts"
 
     in_cluster(FakeCluster(shape=shape), scenario)
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+def test_the_time_of_steps_is_told_by_what_they_compute(num_prefill: int) -> None:
+    params = replace(GREEDY, max_tokens=20)
+
+    async def scenario(cluster: FakeCluster) -> None:
+        first = asyncio.create_task(cluster.generate(request("r0", 41, params=params)))
+        await asyncio.sleep(0.15)  # it decodes
+        assert_right(await cluster.generate(request("r1", 12, params=params)), await first)
+        names = [f"prefill-{index}" for index in range(num_prefill)] + ["decode-0"]
+        told = [await worker_of(cluster, name) for name in names]
+
+        prompts_s, shared_s = PASS_S + 41 * TOKEN_S, PASS_S + 12 * TOKEN_S
+        found = [(each.prompt_step_s, each.mixed_step_s) for each in told]
+        if num_prefill:
+            assert found[0] == (pytest.approx(prompts_s + shared_s, abs=0.002), 0)
+            assert told[0].decode_step_s == 0
+            assert found[1] == (0, 0)
+        else:
+            # A token of the first request is decoded beside the other's prompt.
+            assert found[0] == (
+                pytest.approx(prompts_s, abs=0.002),
+                pytest.approx(shared_s + TOKEN_S, abs=0.002),
+            )
+        assert told[-1].decode_step_s == pytest.approx(
+            (told[-1].steps - (0 if num_prefill else 2)) * PASS_S + NUM_DECODED * TOKEN_S, abs=0.005
+        )
+
+    in_cluster(FakeCluster(shape=ClusterShape(num_prefill=num_prefill)), scenario)
