@@ -16,6 +16,7 @@ from typing import Self
 from benchmarks.prompts import StreamSpec, token_ids
 from benchmarks.stream_statistics import StreamRecord
 from pagewire import AsyncClient, PagewireError
+from pagewire.tracing import caller_span
 
 ARM_TIMEOUT_S = 120.0  # making prompts takes a millisecond for each 100,000 tokens
 LEAD_S = 0.05  # from the command to the beginning
@@ -186,6 +187,7 @@ async def _read(
     counts: list[int] = []
     tokens: list[int] = []
     usage, error = None, ""
+    caller_span.set(spec.traceparent)  # in the context of this stream's own task
     started = time.monotonic()
     try:
         async with client.stream(

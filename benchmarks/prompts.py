@@ -41,6 +41,7 @@ class StreamSpec:
     keeps_tokens: bool = False  # in its record
     temperature: float = 0.0
     seed: int = 0  # of draws
+    traceparent: str = ""  # the caller's span; empty: none
     leaves_after: int = 0  # tokens, after which the client leaves; 0: it reads to the end
 
     @property

@@ -166,22 +166,9 @@ def first_tokens(waves: list[list[StreamRecord]]) -> Row:
 
 def mixed(run: Run) -> Row:
     """Time an offline mix from its first call to its last token."""
-    sizes = run.sizes
-
-    def once(requests: int) -> list[StreamRecord]:
-        share = requests / MIX_REQUESTS / sizes.tokens_by
-        return run.wave(
-            mix(
-                run.seeds,
-                requests=requests,
-                input_tokens=max(round(MIX_INPUT_TOKENS * share), requests),
-                output_tokens=max(round(MIX_OUTPUT_TOKENS * share), requests),
-            )
-        )
-
-    count = sizes.streams(MIX_REQUESTS)
-    once(max(count // 8, 1))
-    records = once(count)
+    count = run.sizes.streams(MIX_REQUESTS)
+    run.wave(mix_of(max(count // 8, 1), run))
+    records = run.wave(mix_of(count, run))
     work = run.check_work(records)
     seconds = wall_s(records)
     each_ms = first_token_ms(records)
@@ -194,6 +181,17 @@ def mixed(run: Run) -> Row:
         **percentiles(each_ms, "first_token_ms"),
         **work,
     }
+
+
+def mix_of(requests: int, run: Run) -> list[StreamSpec]:
+    """Return so many requests of the mix, with their share of its tokens."""
+    share = requests / MIX_REQUESTS / run.sizes.tokens_by
+    return mix(
+        run.seeds,
+        requests=requests,
+        input_tokens=max(round(MIX_INPUT_TOKENS * share), requests),
+        output_tokens=max(round(MIX_OUTPUT_TOKENS * share), requests),
+    )
 
 
 def warm_up(run: Run) -> None:

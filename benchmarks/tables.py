@@ -14,6 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from benchmarks.figures import FLASHINFER_CASCADE, FLASHINFER_DECODE, read_times
+from benchmarks.first_token_path import PARTS
 from benchmarks.measured_host import in_short
 from benchmarks.serving_figures import ARMS, VLLM
 from benchmarks.stream_statistics import Row
@@ -39,6 +40,7 @@ REPLAY_RESULTS = {
     )
     for limit_ms in (30, 45, 0)
 }
+PARTS_RESULT = "first-token-parts-h100-x2.json"
 POOL_ARMS = ("disaggregated", "aggregated")
 # Columns of a table: heading |-> file and arm
 ITL_RESULTS = {
@@ -263,7 +265,7 @@ def ablation() -> str:
 
 
 def _cell(row: Row | None, name: str, unit: float = 1.0) -> str:
-    return "" if row is None else _ms(row[name] / unit)
+    return "" if row is None or name not in row else _ms(row[name] / unit)
 
 
 def transfers() -> str:
@@ -299,6 +301,48 @@ def transfers() -> str:
         ),
         (tuple(cells(length)) for length in LENGTHS if length),
         num_text=0,
+    )
+
+
+def first_token_parts() -> str:
+    """The parts of the time to a first token, of the first and the last request of each wave."""
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for case, row in _rows_of(PARTS_RESULT).items():
+            for request in ("first", "last"):
+                if each := row.get(request):
+                    is_last = request == "last"
+                    yield (
+                        row["cluster"].replace("+", " + "),
+                        f"`{case.removeprefix('aggregated/')}`",
+                        request if "first" in row else "",
+                        *(_cell(each["parts_ms"], part) for part in PARTS),
+                        _ms(each["rest_ms"]),
+                        _ms(each["ms"]),
+                        _ms(row["untraced_ms"]) if is_last else "",
+                    )
+
+    heads = ("workers", "case", "request", *PARTS.values(), "rest", "all, ms", "without traces, ms")
+    return table(heads, rows(), num_text=3)
+
+
+def engine_time() -> str:
+    """What each engine does in the mix."""
+    kinds = {"prompt": "prompts, s", "decode": "decodes, s", "mixed": "both, s"}
+    return table(
+        ("workers", "engine", *kinds.values(), "no step, s", "all, s", "all with traces, s"),
+        (
+            (
+                row["cluster"].replace("+", " + "),
+                name,
+                *(_ms(each[f"{kind}_ms"] / 1e3) for kind in (*kinds, "no_step")),
+                _ms(row["ms"] / 1e3),
+                _ms(row["traced_ms"] / 1e3),
+            )
+            for row in _rows_of(PARTS_RESULT).values()
+            for name, each in row.get("engines", {}).items()
+        ),
+        num_text=2,
     )
 
 
@@ -426,6 +470,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "served-steps": served_steps,
     "ablation": ablation,
     "transfers": transfers,
+    "first-token-parts": first_token_parts,
+    "engine-time": engine_time,
     "decode-attention": decode_attention,
     "cascade-attention": cascade_attention,
     "relay": relay,
