@@ -20,6 +20,7 @@ from benchmarks.serving_figures import bars, disaggregation_charts, hardware_of,
 from benchmarks.stream_statistics import Row
 from benchmarks.tables import (
     ABLATION_RESULTS,
+    PARTS_RESULT,
     PROFILE_RESULT,
     REPLAY_RESULTS,
     RESULTS,
@@ -223,6 +224,60 @@ def replay() -> str:
     )
 
 
+def first_token_parts() -> str:
+    """What the time to the last first token of a wave consists of."""
+    rows, hardware = _rows_and_hardware([PARTS_RESULT])
+    waits = ("decode_wait", "prefill_wait")
+
+    def sums(parts: Row) -> tuple[float, float, float]:
+        waiting = sum(parts.get(name, 0.0) for name in waits)
+        return parts["passes"], waiting, sum(parts.values()) - parts["passes"] - waiting
+
+    def name_of(case: str) -> str:
+        arm, _, name = case.replace("-cached-at-once", " cached").partition("ttft/")
+        return f"{name}, 0 + 1" if arm else name
+
+    values = [
+        (name_of(case), sums(row["last"]["parts_ms"]))
+        for case, row in rows.items()
+        if "last" in row
+    ]
+    return draw(
+        bars(
+            "Parts of the time to the last first token of a wave, logarithmic",
+            (hardware, "1 + 1 workers, unless it says otherwise. A wave of 1 has one first token."),
+            values,
+            series=(
+                ("passes", BLUE),
+                ("waits at workers", ORANGE),
+                ("ways, router", LIGHT_BLUE),
+            ),
+            is_logarithmic=True,
+        )
+    )
+
+
+def engine_time() -> str:
+    """What each engine does in the mix."""
+    rows, hardware = _rows_and_hardware([PARTS_RESULT])
+    kinds = ("prompt_ms", "decode_ms", "mixed_ms", "no_step_ms")
+    values = [
+        (f"{name} of {row['cluster'].replace('+', ' + ')}", [each[kind] / 1e3 for kind in kinds])
+        for row in rows.values()
+        for name, each in row.get("engines", {}).items()
+    ]
+    names = ("prompts", "decodes", "both", "no step")
+    return draw(
+        bars(
+            "What each engine does in the mix of 512 requests",
+            (hardware, "From the first call to the last token."),
+            values,
+            series=tuple(zip(names, COLORS, strict=True)),
+            unit="s",
+        )
+    )
+
+
 DRAWINGS: Mapping[str, Callable[[], str]] = {
     "serving-decode": partial(serving, "decode"),
     "serving-shared": partial(serving, "shared"),
@@ -234,6 +289,8 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "engine-step": engine_step,
     "step-profile": step_profile,
     "served-steps": served_steps,
+    "first-token-parts": first_token_parts,
+    "engine-time": engine_time,
     "linear-h100": linear,
     "relay": relay,
     "gateway": gateway,
