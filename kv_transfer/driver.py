@@ -82,7 +82,7 @@ class Driver(Generic[State, Event, Action]):
         self._events: deque[Any] = deque()  # posted while another is applied
         self._is_stepping = False
         self._has_started = False
-        self._is_over = False
+        self.is_over = False  # no event is applied any more
         self._ended = asyncio.Event()
         self._settled = asyncio.Event()  # no caller should wait longer: finished, or stuck
         self._armed: Wait | None = None
@@ -165,7 +165,7 @@ class Driver(Generic[State, Event, Action]):
         """
         if self.state.is_quiescent:
             callback()
-        elif self._is_over:
+        elif self.is_over:
             assert self._bug is not None
             raise self._bug
         else:
@@ -175,7 +175,7 @@ class Driver(Generic[State, Event, Action]):
         """Apply all events, then wait for the next one or the deadline."""
         if self._is_stepping:
             return  # the caller below applies it
-        if self._is_over:
+        if self.is_over:
             self._events.clear()  # they change nothing
             return
         self._is_stepping = True
@@ -228,7 +228,7 @@ class Driver(Generic[State, Event, Action]):
         self._run()
 
     def _stop(self) -> None:
-        self._is_over = True
+        self.is_over = True
         self._events.clear()
         self._arm(None)
         self._ended.set()
