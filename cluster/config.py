@@ -330,6 +330,9 @@ class ClusterConfig:
         if self.device == "cpu" and self.page_transport != "auto":
             allowed = "auto with {} cpu, where no worker has a GPU"
             yield _wrong("page_transport", self.page_transport, allowed, "device")
+        if self.device == "cpu" and self.nccl_interface:
+            allowed = "none with {} cpu, where no worker has a GPU"
+            yield _wrong("nccl_interface", self.nccl_interface, allowed, "device")
         if self.pool_resources and not self.ray_address:
             allowed = "false without {}, because one host has both pools"
             yield _wrong("pool_resources", self.pool_resources, allowed, "ray_address")

@@ -56,6 +56,17 @@ class TlsConfig:
     def __post_init__(self) -> None:
         check_options(self)
         _check_whole(self, "certificate_file", "key_file", "authority_file")
+        if self.is_on:
+            return
+        told = "{}: found {!r}; allowed: {!r} without {}, because connections are in clear"
+        idle = {"server_name": SERVER_NAME, "allow_plain_nccl": False}
+        problems = [
+            WrongOption(told, OptionName(name), found, default, OptionName("certificate_file"))
+            for name, default in idle.items()
+            if (found := getattr(self, name)) != default
+        ]
+        if problems:
+            raise WrongOptions(problems)
 
     @property
     def is_on(self) -> bool:

@@ -317,6 +317,17 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
             ["page_transport: found 'nccl'; allowed: auto with device cpu"],
         ),
         (
+            "device: cpu\nnccl_interface: ib0",
+            ["nccl_interface: found 'ib0'; allowed: none with device cpu"],
+        ),
+        (
+            "tls: {server_name: workers, allow_plain_nccl: true}",
+            [
+                "tls.server_name: found 'workers'; allowed: 'pagewire' without tls.certificate_fi",
+                "tls.allow_plain_nccl: found true; allowed: false without tls.certificate_file",
+            ],
+        ),
+        (
             "pool_resources: true\ndevice: cpu",
             ["pool_resources: found true", "allowed: false without ray_address"],
         ),

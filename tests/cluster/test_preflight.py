@@ -293,7 +293,7 @@ def test_an_interface_that_this_host_lacks_is_refused(monkeypatch, option):
     )
 
     with pytest.raises(ConfigError, match=told):
-        check_on_a_host_with(monkeypatch, memory, **{option: "eth7"})
+        check_on_a_host_with(monkeypatch, memory, **{"device": "auto", option: "eth7"})
 
 
 def test_the_router_may_not_listen_in_clear_on_an_interface_either(monkeypatch):
