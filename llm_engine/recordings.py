@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import torch
 
 from attn_kernels.compile_ahead import only_compiles
-from llm_engine.device_errors import is_out_of_memory
+from llm_engine.device_errors import is_device_lost
 from observability.logs import fields
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ class Recordings(Generic[Kind, Result]):
     """Recordings of work by kind, valid as long as the buffers whose addresses they contain.
 
     The first work of a kind is launched kernel by kernel, which loads the kernels; the second one
-    is recorded, unless `record` has done that before. Work that only loads kernels never is.
+    is recorded, unless `record` has done that before. Work that only loads kernels never is. Work
+    that cannot be recorded is launched kernel by kernel each time.
 
     Args:
         buffers: Objects whose addresses recordings contain, besides those that never change.
@@ -121,11 +122,11 @@ class Recordings(Generic[Kind, Result]):
         if repeat is None:
             try:
                 repeat = self._record(work)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
+            except Exception as error:
+                if is_device_lost(error):
                     raise
                 # Slower without it, but no request fails.
-                logger.warning("step_not_recorded", extra=fields(rows=num_rows))
+                logger.warning("step_not_recorded", extra=fields(rows=num_rows, error=repr(error)))
                 repeat = work
             self._repeats[kind] = repeat
         return repeat

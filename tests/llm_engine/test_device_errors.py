@@ -46,6 +46,7 @@ os._exit(0)
     ("error", "is_lost"),
     [
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure\n#4 capture_end()"), True),
         (torch.AcceleratorError("CUDA error: out of memory"), False),
         (RuntimeError("CUDA error: device-side assert triggered"), True),
         (
@@ -55,6 +56,17 @@ os._exit(0)
         (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), False),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
+        (
+            torch.AcceleratorError(
+                "CUDA error: operation would make the legacy stream depend on a "
+                "capturing blocking stream"
+            ),
+            False,
+        ),
+        (
+            RuntimeError("Triton Error [CUDA]: operation not permitted when stream is capturing"),
+            False,
+        ),
         (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
         (ValueError("CUDA error"), False),
         (AssertionError("page id outside the pool"), False),

@@ -162,11 +162,13 @@ def test_tokens_are_the_same_whenever_passes_are_recorded(
     assert all(each.num_repeated > 0 for each in recorders)
 
 
-def test_a_pass_that_memory_does_not_suffice_to_record_costs_no_other_its_recording(
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("planted"), ValueError("planted")])
+def test_a_pass_that_cannot_be_recorded_costs_no_other_its_recording(
     engine: Engine,
     recorders: list[LaunchRecorder],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    error: Exception,
 ) -> None:
     driven = sequences()[:1]
     expected = results_of(engine, driven, chunk_size=5)
@@ -174,7 +176,7 @@ def test_a_pass_that_memory_does_not_suffice_to_record_costs_no_other_its_record
     runner_of(ahead).warm_up(max_tokens=40)
 
     def fail(self: LaunchRecorder, work: object) -> None:
-        raise torch.OutOfMemoryError("planted")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(LaunchRecorder, "__call__", fail)
@@ -182,6 +184,21 @@ def test_a_pass_that_memory_does_not_suffice_to_record_costs_no_other_its_record
     assert [each.message for each in caplog.records] == ["step_not_recorded"]
     assert record_all(ahead) == len(TOKENS) - 1 + NUM_DECODE_KINDS
     assert_equal(results_of(ahead, driven, chunk_size=5), expected)
+
+
+def test_a_recording_that_finds_the_device_lost_says_so(
+    engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = recording(engine, num_seats=4)
+    runner_of(ahead).warm_up(max_tokens=40)
+
+    def fail(self: LaunchRecorder, work: object) -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(LaunchRecorder, "__call__", fail)
+
+    with pytest.raises(torch.AcceleratorError):
+        ahead.record_next()
 
 
 @pytest.mark.parametrize(("deterministic", "num_asked"), [(True, 0), (False, 3)])
