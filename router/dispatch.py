@@ -50,6 +50,7 @@ from router.worker_registry import Worker, WorkerRegistry
 logger = logging.getLogger(__name__)
 
 _MOST_PREFIXES = 1024  # most prefixes that are counted; a router shows a few of them
+Decided = tuple[RouteDecision, Mapping[str, int]]  # and how many pages each worker holds, if any
 _SMALLEST = Demand(num_pages=1, mean_pages=1.0, num_sequences=1)
 
 
@@ -307,10 +308,13 @@ class Dispatcher:
         if not decode_workers or self._registry.is_due("prefill"):
             return None
         if self._turns is None:
-            return self._place_now(generation, decode_workers)
-        if not self._turns.is_free(generation):
+            return self._place_now(generation, self._decide(generation, decode_workers))
+        if self._turns.is_busy:
             return None
-        placement = self._place_now(generation, decode_workers)
+        decided = self._decide(generation, decode_workers)
+        if not self._starts_soon(decided):
+            return None
+        placement = self._place_now(generation, decided)
         self._turns.go_on()
         return placement
 
@@ -321,7 +325,7 @@ class Dispatcher:
             # Requests that this router has already sent to a worker wait for no turn. That another
             # router has sent one is only the caller's word, which it can repeat.
             if self._turns is None or generation.attempt >= 0:
-                return self._place_now(generation, decode_workers)
+                return self._place_now(generation, self._decide(generation, decode_workers))
             tenant, cost = generation.request.tenant, _cost(generation)
             wait_s = self._turns.expected_wait_s(tenant.name, cost=cost, weight=tenant.weight)
             if not generation.num_resumptions:
@@ -335,20 +339,21 @@ class Dispatcher:
             )
             async with turn:
                 if decode_workers := self._registry.ready("decode"):
-                    return self._place_now(generation, self._others(refused) or decode_workers)
+                    decode_workers = self._others(refused) or decode_workers
+                    return self._place_now(generation, self._decide(generation, decode_workers))
 
     def _has_room(self, generation: Generation) -> bool:
         """Return whether a request would start soon; without workers, it waits for one."""
         decode_workers = self._registry.ready("decode")
         if not decode_workers:
             return True
-        wait_s = self._decide(generation, decode_workers)[0].least_wait_s
-        return wait_s <= self._config.max_backlog_s
+        return self._starts_soon(self._decide(generation, decode_workers))
 
-    def _decide(
-        self, generation: Generation, decode_workers: list[Worker]
-    ) -> tuple[RouteDecision, Mapping[str, int]]:
-        """Choose workers; also return how many pages of the prompt each worker holds, if any."""
+    def _starts_soon(self, decided: Decided) -> bool:
+        return decided[0].least_wait_s <= self._config.max_backlog_s
+
+    def _decide(self, generation: Generation, decode_workers: list[Worker]) -> Decided:
+        """Choose workers by the load and the index of this moment."""
         now = asyncio.get_running_loop().time()
         request = generation.request
         overlaps = self._index.match(request.page_hashes, now)
@@ -367,9 +372,9 @@ class Dispatcher:
         )
         return decision, overlaps
 
-    def _place_now(self, generation: Generation, decode_workers: list[Worker]) -> Placement:
+    def _place_now(self, generation: Generation, decided: Decided) -> Placement:
         request = generation.request
-        decision, overlaps = self._decide(generation, decode_workers)
+        decision, overlaps = decided
         if generation.attempt < 0 and not generation.num_resumptions:
             self._check_wait(decision.least_wait_s)
             self.hot_prefixes.add(

@@ -149,7 +149,7 @@ class Turns(Generic[T]):
             weight: The tenant's weight.
             has_begun: Whether it began at another router: it comes before new ones of its tenant.
         """
-        if not self.is_free(request):
+        if self.is_busy or not self._has_room(request):
             await self._wait(name, request, cost, weight, has_begun)
         self._is_taken = True
         try:
@@ -158,9 +158,13 @@ class Turns(Generic[T]):
             self._is_taken = False
             self.go_on()
 
-    def is_free(self, request: T) -> bool:
-        """Return whether a request may proceed at once. As in a turn, count it without a wait."""
-        return not (self._queue or self._is_taken) and self._has_room(request)
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request waits or has its turn.
+
+        Otherwise one for which there is room may proceed. As in a turn, count it without a wait.
+        """
+        return bool(self._queue) or self._is_taken
 
     def expected_wait_s(self, name: str, *, cost: int, weight: float) -> float:
         """Return how long a new request would wait for its turn; 0: nobody waits, or unknown."""

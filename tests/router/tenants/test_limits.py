@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import pytest
@@ -20,8 +20,9 @@ from pagewire.protos import inference_pb2, worker_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES, pack_token_ids
 from pagewire.routers import token_metadata
 from protos.shares import may_take
-from router import off_loop
+from router import dispatch, off_loop
 from router.call import MAX_LOGGED_REFUSALS
+from router.policy import RouteDecision, route
 from router.prefix_index import PrefixIndex
 from router.tenants.tenant import TenantCounts
 from tests.router.scripted_worker import (
@@ -83,6 +84,26 @@ def test_a_request_beyond_the_rate_passes_after_the_delay_and_not_before() -> No
             assert counts_of(tested, "acme").refused == 2
 
     run_virtual(main())
+
+
+def test_workers_are_chosen_once_for_a_request_that_waits_for_no_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen: list[RouteDecision] = []
+
+    def counted(*args: Any, **options: Any) -> RouteDecision:
+        chosen.append(route(*args, **options))
+        return chosen[-1]
+
+    monkeypatch.setattr(dispatch, "route", counted)
+
+    async def main() -> None:
+        known = tenants(rules("acme"))
+        async with running_router(ScriptedWorker("decode-0"), tenants=known) as tested:
+            assert (await tested.generate(token="acme", max_tokens=1)).error is None
+
+    run_virtual(main())
+    assert len(chosen) == 1
 
 
 def test_prompts_and_answers_count_as_tokens_and_what_runs_goes_on() -> None:
