@@ -182,6 +182,8 @@ class Driver(Generic[State, Event, Action]):
         try:
             while self._events:
                 self._apply(self._events.popleft())
+            if not self.state.is_finished:
+                self._await_next()
         except Exception as error:  # of the machine
             self._bug = error
             self._stop()
@@ -190,13 +192,15 @@ class Driver(Generic[State, Event, Action]):
             self._is_stepping = False
         if self.state.is_finished:
             self._stop()
-        elif self.state.is_stuck:
-            self._arm(None)
+
+    def _await_next(self) -> None:
+        wait = None
+        if self.state.is_stuck:
             self._settled.set()
         else:
             wait = self._waiting_for(self.state)
             assert wait is not None, "a wait without a deadline"
-            self._arm(wait)
+        self._arm(wait)
 
     def _apply(self, event: Any) -> None:
         self.state, actions = self._step(self.state, event)
