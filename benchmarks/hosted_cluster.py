@@ -10,6 +10,7 @@ On each host Ray is restarted when it ends, as a service manager would do.
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +25,8 @@ from protos.addresses import join_address
 
 RAY = str(Path(sys.executable).with_name("ray"))
 CLI = (sys.executable, "-m", "cli")
-RAY_PORT, REDIS_PORT, ROUTER_PORT, CONTROLLER_PORT = 6379, 6380, 50051, 50052
+RAY_PORT, REDIS_PORT, RAYLET_PORT = 6379, 6380, 6381
+ROUTER_PORT, CONTROLLER_PORT = 50051, 50052
 NUM_HOSTS = 4
 OBJECT_STORE_BYTES = 80_000_000  # about the least that Ray takes; nothing is stored in it
 START_TIMEOUT_S = 180.0
@@ -104,8 +106,8 @@ class HostedCluster:
             self._keep(self.edge, "redis", redis)
         for host in (self.head, *self.worker_hosts):
             self.start_ray(host)
-        count = 1 + len(self.worker_hosts)
-        until(lambda: self._num_nodes() == count, START_TIMEOUT_S, "Ray's hosts")
+        for host in self.worker_hosts:
+            _until_listens(host, RAYLET_PORT, f"Ray on {host.name}")
         self.bring_up()
         self.command(self.head, "router-keys", str(self._keys), "--ray-address", self.ray_address)
         self.start_router()
@@ -116,7 +118,9 @@ class HostedCluster:
         arguments = [
             f"--node-ip-address={host.address}",
             f"--object-store-memory={OBJECT_STORE_BYTES}",
+            f"--node-manager-port={RAYLET_PORT}",
             "--num-cpus=2",
+            "--include-log-monitor=false",  # it would take a twentieth of the time of all processes
             "--block",
         ]
         if host is self.head:
@@ -129,7 +133,7 @@ class HostedCluster:
         environment = {"RAY_REDIS_ADDRESS": redis} if keeps_state else {}
         self._keep(host, f"ray-{host.name}", [RAY, "start", *arguments], environment)
         if host is self.head:
-            until(lambda: self._num_nodes() > 0, START_TIMEOUT_S, "Ray's head")
+            _until_listens(host, RAY_PORT, "Ray's head")
 
     def start_router(self) -> None:
         """Run the second router from now on, and restart it whenever it ends."""
@@ -152,7 +156,8 @@ class HostedCluster:
         [running] = [each for each in self.edge.processes("cli router") if each.name() != "sh"]
         running.terminate()
         running.wait(START_TIMEOUT_S)
-        self.until_whole()
+        _until_listens(self.edge, ROUTER_PORT, "the second router")
+        until(self.sees_all, START_TIMEOUT_S, "all workers ready at the second router")
 
     def bring_up(self) -> None:
         """Start the product's processes; returns when they serve."""
@@ -198,13 +203,14 @@ class HostedCluster:
             return []
         return found
 
+    def sees_all(self, router: int = 1) -> bool:
+        """Return whether a router runs and sees all workers ready."""
+        ready = [each for each in self.workers(router) if each["state"] == "ready"]
+        return len(ready) == 2 * len(self.worker_hosts)
+
     def is_whole(self) -> bool:
         """Return whether both routers run and see all workers ready."""
-        count = 2 * len(self.worker_hosts)
-        return all(
-            sum(each["state"] == "ready" for each in self.workers(router)) == count
-            for router in (0, 1)
-        )
+        return all(map(self.sees_all, (0, 1)))
 
     def until_whole(self, timeout_s: float = START_TIMEOUT_S) -> float:
         """Wait until both see all workers ready; return how many seconds it took."""
@@ -237,13 +243,6 @@ class HostedCluster:
         """The address of Ray's head, `host:port`."""
         return join_address(self.head.address, RAY_PORT)
 
-    def _num_nodes(self) -> int:
-        """Return how many hosts Ray says it has; it answers before it has any."""
-        status = [RAY, "status", f"--address={self.ray_address}"]
-        said = self.head.run(*status, environment=self._environment)[1]
-        active, _, _ = said.partition("Pending:")
-        return active.count(" node_")
-
 
 @contextmanager
 def hosted_cluster(
@@ -269,6 +268,19 @@ def hosted_cluster(
         cluster = HostedCluster(machines, folder, has_redis=has_redis, has_clocks=has_clocks)
         cluster.start(model, options)
         yield cluster
+
+
+def _until_listens(host: Host, port: int, what: str) -> None:
+    """Wait until a host takes connections at a port: a command that asks would take seconds."""
+
+    def listens() -> bool:
+        try:
+            with host.network(), socket.create_connection((host.address, port), PERIOD_S):
+                return True
+        except OSError:
+            return False
+
+    until(listens, START_TIMEOUT_S, what)
 
 
 def until(is_true: Callable[[], bool], timeout_s: float, what: str) -> float:
