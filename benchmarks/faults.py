@@ -59,9 +59,9 @@ BREAKS = (CommandFailed, ClientsFailed, TimeoutError, subprocess.TimeoutExpired)
 MAX_BROKEN = 3  # runs of a fault, and clusters in a row that do not start
 
 
-def requests(seeds: Seeds) -> list[StreamSpec]:
+def requests(seeds: Seeds, output_tokens: int = OUTPUT_TOKENS) -> list[StreamSpec]:
     """Return the requests of one run: streams that begin at once, and later ones."""
-    first = wave(seeds, STREAMS, unique=PROMPT_TOKENS, max_tokens=OUTPUT_TOKENS)
+    first = wave(seeds, STREAMS, unique=PROMPT_TOKENS, max_tokens=output_tokens)
     late = wave(seeds, LATE_STREAMS, unique=LATE_OWN, shared=LATE_SHARED, max_tokens=LATE_OUTPUT)
     late = [
         replace(each, offset_s=BEFORE_S + LATE_PERIOD_S * index) for index, each in enumerate(late)
@@ -77,9 +77,15 @@ def requests(seeds: Seeds) -> list[StreamSpec]:
     ]
 
 
-def run_once(fault: Fault, cluster: HostedCluster, clients: ClientProcesses, seeds: Seeds) -> Row:
-    """Run one fault once; returns what its clients saw."""
-    specs = requests(seeds)
+def run_once(
+    fault: Fault,
+    cluster: HostedCluster,
+    clients: ClientProcesses,
+    seeds: Seeds,
+    output_tokens: int = OUTPUT_TOKENS,
+) -> Row:
+    """Run one fault once, on streams of so many tokens; returns what its clients saw."""
+    specs = requests(seeds, output_tokens)
     addresses = cluster.addresses[:: -1 if fault.uses_second_router else 1]
     vocab_size = cluster.vocab_size
     fault.prepare(cluster)
