@@ -37,7 +37,8 @@ pytestmark = [
 IP_VERSION = 4 if why_no_hosts(6) else 6
 TIMEOUT_S = 120.0
 HTTP_PORT = 8000
-RATE, WAVE_S = 20, 8  # requests a second, and the length of a wave of them
+RATE, WAVE_S = 20, 4  # requests a second, and the length of a wave of them
+SHARE = 50  # one of so many answers is computed again: of all it would take minutes
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_a_host_without_ray_gets_an_answer_over_http(cluster):
 def test_a_host_of_workers_that_loses_its_power_costs_no_token_and_comes_back(
     cluster, clients, seeds
 ):
-    row = run_once(FAULTS["loss/workers"], cluster, clients, seeds)
+    row = run_once(FAULTS["loss/workers"], cluster, clients, seeds, output_tokens=200)
 
     assert row["errors"] == []
     assert row["wrong_tokens"] == 0
@@ -179,49 +180,6 @@ def on_head(cluster, *arguments):
     return cluster.command(cluster.head, *arguments, "--ray-address", cluster.ray_address)
 
 
-def test_drains_scaling_and_restarts_under_load_fail_no_request(cluster, clients, seeds):
-    def run(*commands):
-        """Run commands, one after another; return what each says last, without times."""
-        told = [on_head(cluster, *each.split()).splitlines()[-1] for each in commands]
-        return [re.sub(r" after \d+ s", "", each) for each in told]
-
-    def work():
-        before = set(incarnations(cluster).values())
-        with ThreadPoolExecutor() as pool:  # commands of two operators
-            drains = [pool.submit(run, f"drain {name}") for name in ("prefill-1", "decode-1")]
-            told = [each.result() for each in drains]
-            told.append(run("scale --prefill 2 --decode 2"))
-            decode = pool.submit(run, "restart decode-0 decode-1")
-            told.append(
-                run("scale --prefill 1", "scale --prefill 2", "restart prefill-0 prefill-1")
-            )
-            told += [decode.result(), run("restart router-0")]
-        num_outside = cluster.status()["finished_requests"]
-        cluster.restart_router()
-        return before, told, num_outside
-
-    specs, records, (before, told, num_outside) = under_load(cluster, clients, seeds, work)
-
-    assert [each.error for each in records if each.error] == []
-    assert_tokens(cluster, specs[::10], records[::10])  # of all it would take minutes
-    assert sum(each.usage.pages_moved for each in records) > 0
-    assert [each for each in records if each.usage.decode_computed_tokens] == []
-    assert told == [
-        ["prefill-1 has left"],
-        ["decode-1 has left"],
-        ["the cluster has 2 prefill and 2 decode workers"],
-        [
-            "the cluster has 1 prefill and 2 decode workers",
-            "the cluster has 2 prefill and 2 decode workers",
-            "prefill-1 serves again, 2 of 2",
-        ],
-        ["decode-1 serves again, 2 of 2"],
-        ["router-0 serves again, 1 of 1"],
-    ]
-    assert num_outside > 0, "requests came to the router outside Ray, too"
-    assert not before & set(incarnations(cluster).values())
-
-
 @pytest.mark.thorough
 def test_a_host_that_goes_is_drained_under_load_without_a_failed_request(cluster, clients, seeds):
     going = cluster.worker_hosts[0]
@@ -282,3 +240,40 @@ def test_a_worker_moves_to_the_other_pool_and_back_under_load_without_a_failed_r
     assert moved == (before[0], {"prefill": 1, "decode": 3}), "in the place of the one that left"
     assert back.splitlines()[-1] == "the cluster has 2 prefill and 2 decode workers"
     assert places() == before
+
+
+# The last one: it leaves a worker less.
+def test_drains_scaling_and_restarts_under_load_fail_no_request(cluster, clients, seeds):
+    def run(*commands):
+        """Run commands, one after another; return what each says last, without times."""
+        told = [on_head(cluster, *each.split()).splitlines()[-1] for each in commands]
+        return [re.sub(r" after \d+ s", "", each) for each in told]
+
+    def work():
+        before = set(incarnations(cluster).values())
+        with ThreadPoolExecutor() as pool:  # commands of two operators
+            drains = [pool.submit(run, f"drain {name}") for name in ("prefill-1", "decode-1")]
+            told = [each.result() for each in drains]
+        told.append(run("scale --prefill 2 --decode 2"))
+        num_outside = cluster.status()["finished_requests"]
+        cluster.restart_router()
+        told.append(run("restart prefill-0 decode-0 router-0", "scale --prefill 1"))
+        return before, told, num_outside
+
+    specs, records, (before, told, num_outside) = under_load(cluster, clients, seeds, work)
+
+    assert [each.error for each in records if each.error] == []
+    assert_tokens(cluster, specs[::SHARE], records[::SHARE])
+    assert sum(each.usage.pages_moved for each in records) > 0
+    assert [each for each in records if each.usage.decode_computed_tokens] == []
+    assert told == [
+        ["prefill-1 has left"],
+        ["decode-1 has left"],
+        ["the cluster has 2 prefill and 2 decode workers"],
+        [
+            "router-0 serves again, 3 of 3",
+            "the cluster has 1 prefill and 2 decode workers",
+        ],
+    ]
+    assert num_outside > 0, "requests came to the router outside Ray, too"
+    assert not before & set(incarnations(cluster).values())
