@@ -148,24 +148,49 @@ def workers(host):
     return {each.worker_id: each.pages.total for each in status.workers if each.state == "ready"}
 
 
-def test_a_pool_has_its_own_options_and_number(host):
-    assert workers(host) == {"prefill-0": 2048, "decode-0": 2048, "decode-spare-0": 512}
+def test_pools_grow_shrink_and_change_hands_under_load_without_a_lost_token(host):
+    def change():
+        assert workers(host) == {"prefill-0": 2048, "decode-0": 2048, "decode-spare-0": 512}
 
-    told = done(host, "scale", "--pool", "spare=2")
-    assert told == "the cluster has 1 prefill and 3 decode workers"
-    assert workers(host)["decode-spare-1"] == 512
+        told = done(host, "scale", "--pool", "spare=2")
+        assert told == "the cluster has 1 prefill and 3 decode workers"
+        assert workers(host)["decode-spare-1"] == 512
 
-    told = done(host, "move", "decode-spare-1", "--to", "prefill")
-    assert told == "the cluster has 2 prefill and 2 decode workers"
-    assert workers(host) == {
-        "prefill-0": 2048,
-        "prefill-1": 2048,
-        "decode-0": 2048,
-        "decode-spare-0": 512,
-    }
+        told = done(host, "move", "decode-spare-1", "--to", "prefill")
+        assert told == "the cluster has 2 prefill and 2 decode workers"
+        assert workers(host) == {
+            "prefill-0": 2048,
+            "prefill-1": 2048,
+            "decode-0": 2048,
+            "decode-spare-0": 512,
+        }
 
-    assert done(host, "drain", "decode-spare-0") == "decode-spare-0 has left"
-    assert set(workers(host)) == {"prefill-0", "prefill-1", "decode-0"}
+        assert done(host, "drain", "decode-spare-0") == "decode-spare-0 has left"
+
+    async def main():
+        async with AsyncClient(host.address, default_timeout_s=120) as client:
+            before = await client.status()
+            loads = [asyncio.create_task(keep_asking(client, index)) for index in range(2)]
+            await asyncio.to_thread(change)
+            for each in loads:
+                each.cancel()
+            return before, [await each for each in loads], await client.status()
+
+    before, answers, after = asyncio.run(main())
+
+    for each in answers:
+        assert each, "some requests of each load ended"
+        assert len({completion.token_ids for completion in each}) == 1, "greedy, one prompt"
+        for completion in each:
+            assert completion.usage.decode_computed_tokens == 0
+    assert sum(completion.usage.pages_moved for each in answers for completion in each) > 0
+    served_by = {name for each in answers for one in each for name in one.usage.decode_workers}
+    assert served_by >= {"decode-0", "decode-spare-0"}
+    states = {each.worker_id: each.state for each in after.workers}
+    names = ("prefill-0", "prefill-1", "decode-0")
+    assert states == dict.fromkeys(names, "ready"), "who has left is not dead"
+    kept = [{each.worker_id: each.incarnation for each in one.workers} for one in (before, after)]
+    assert all(kept[0][name] == kept[1][name] for name in ("prefill-0", "decode-0"))
     assert (
         "already running: prefill-0, prefill-1, decode-0 on cpu"
         in host.run("up", "--config", str(host.config))[1]
@@ -191,49 +216,6 @@ def test_what_cannot_be_is_refused_and_disturbs_nothing(host):
     for found, (command, wanted) in zip(told, REFUSED, strict=True):
         assert found.startswith(wanted), command
     assert workers(host) == before
-
-
-def test_the_cluster_grows_and_shrinks_under_load_without_a_lost_token(host):
-    async def main():
-        async with AsyncClient(host.address, default_timeout_s=120) as client:
-            calm = await ask(client, 0)
-            loads = [asyncio.create_task(keep_asking(client, index)) for index in range(4)]
-            grown = await asyncio.to_thread(host.run, "scale", "--decode", "2")
-            await until(client, lambda status: used(status) == {"decode-0", "decode-1"})
-            incarnations = {each.incarnation for each in (await client.status()).workers}
-            drained = await asyncio.to_thread(host.run, "drain", "decode-0")
-            refused = await asyncio.to_thread(host.run, "drain", "decode-1")
-            for each in loads:
-                each.cancel()
-            answers = [await ended(each) for each in loads]
-            after = await ask(client, 0)
-            status = await client.status()
-        return calm, grown, drained, refused, answers, after, status, incarnations
-
-    calm, grown, drained, refused, answers, after, status, incarnations = asyncio.run(main())
-
-    assert grown[0] == 0, grown
-    assert grown[1].splitlines()[-1] == "the cluster has 2 prefill and 2 decode workers"
-    assert drained[:2] == (
-        0,
-        "decode-0 takes no new requests and leaves; running requests have 20 s to end there\n"
-        "decode-0 has left\n",
-    ), drained
-    assert refused[0] == 2
-    assert "decode-1 cannot be drained: the last decode worker must stay" in refused[2]
-    for each in answers:
-        assert each, "some requests of each load ended"
-        assert len({completion.token_ids for completion in each}) == 1, "greedy, one prompt"
-        for completion in each:
-            assert completion.usage.decode_computed_tokens == 0
-    assert calm.usage.pages_moved > 0
-    assert list(after.usage.decode_workers) == ["decode-1"]
-    assert after.token_ids == calm.token_ids
-    states = {each.worker_id: each.state for each in status.workers}
-    names = ("prefill-0", "prefill-1", "decode-1")
-    assert states == dict.fromkeys(names, "ready"), "who has left is not dead"
-    left = {each.incarnation for each in status.workers if each.state == "ready"}
-    assert left < incarnations, "nobody was started again"
 
 
 def test_a_killed_worker_is_started_again_though_no_launcher_lives(host):
@@ -290,11 +272,8 @@ async def keep_asking(client, index):
     with suppress(asyncio.CancelledError):
         while True:
             completions.append(await ask(client, index))
+            await asyncio.sleep(0.2)  # a core that is never idle would only slow what is waited for
     return completions
-
-
-async def ended(load):
-    return await load
 
 
 def ready(status):
@@ -303,10 +282,6 @@ def ready(status):
 
 def has_both_pools(status):
     return {each.pool for each in ready(status)} == {"prefill", "decode"}
-
-
-def used(status):
-    return {each.worker_id for each in ready(status) if each.pool == "decode" and each.running}
 
 
 async def until(client, is_true, timeout_s=60.0):
