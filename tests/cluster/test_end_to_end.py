@@ -387,6 +387,8 @@ def test_a_killed_decode_worker_costs_no_token(cluster, oracle, through_a_kill):
         assert sum(each.usage.resumptions for each in resumed) > 0
 
 
+# As test_controller.py shows it without a Ray.
+@pytest.mark.thorough
 def test_a_worker_that_ray_has_given_up_comes_back(cluster):
     import ray
 
