@@ -34,6 +34,7 @@ _find_numpy_type: Callable[[Any], np.dtype[Any]] = interpreter._get_np_dtype
 _broadcast: Callable[..., Any] = TritonSemantic.broadcast_impl_value
 _find_constant: Callable[..., Any] = TritonSemantic.scalar_constant
 _match_operands: Callable[..., Any] = TritonSemantic.binary_op_type_checking_impl
+_unwrap_any: Callable[[Any], Any] = core._unwrap_if_constexpr
 
 
 @contextmanager
@@ -45,6 +46,7 @@ def remembered_types() -> Iterator[None]:
         (core.block_type, "to_ir", _block_to_ir),
         (core.tensor, "__init__", _init_tensor),
         (core.dtype, "__eq__", _are_equal),
+        (core, "_unwrap_if_constexpr", _unwrapped),
         (interpreter, "_get_np_dtype", _numpy_type),
         (interpreter, "_patch_attr", _patch_function),
         (TritonSemantic, "broadcast_impl_value", _broadcast_once),
@@ -90,6 +92,15 @@ def _are_equal(self: Any, other: Any) -> bool:
     if type(other) is core.dtype:
         return bool(self.name == other.name)
     return self is other or _compare(self, other)
+
+
+def _unwrapped(value: Any) -> Any:
+    kind = type(value)
+    if kind is core.constexpr:
+        return value.value
+    if kind is core.tensor or kind is int or value is None:
+        return value
+    return _unwrap_any(value)
 
 
 def _block_to_ir(self: Any, builder: Any) -> Any:
@@ -145,11 +156,18 @@ def _matched_operands(
     div_or_mod: bool = False,
 ) -> Any:
     options = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
-    if not isinstance(lhs, core.tensor) or lhs.dtype.is_ptr():
+    if not isinstance(lhs, core.tensor):
         return _match_operands(self, lhs, rhs, *options)
     if isinstance(rhs, core.tensor):
-        if lhs.type is rhs.type and not div_or_mod:
-            return lhs, rhs
+        one, other = lhs.dtype, rhs.dtype
+        if one.is_ptr():
+            needs_no_cast = allow_lhs_ptr and other.is_int()
+        else:  # numbers of one type keep it, but in some divisions
+            needs_no_cast = one.name == other.name and not div_or_mod
+        if needs_no_cast:
+            return _broadcast_once(self, lhs, rhs)
+        return _match_operands(self, lhs, rhs, *options)
+    if lhs.dtype.is_ptr():
         return _match_operands(self, lhs, rhs, *options)
     key = lhs.type.name, type(rhs), rhs, options
     known = _numbers.get(key)
@@ -164,6 +182,8 @@ def _matched_operands(
 def _patch_function(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     """Give a function of the language the interpreter's semantic, without a copy of its options."""
     semantic = interpreter.interpreter_semantic
+    if core.is_builtin(member):  # mostly a check that the semantic is given
+        member = getattr(member, "__wrapped__", member)
 
     def patched(*args: Any, **options: Any) -> Any:
         options["_semantic"] = semantic

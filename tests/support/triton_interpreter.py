@@ -39,10 +39,11 @@ def interpreted() -> Iterator[None]:
         return twin(self).rewrite()(*args, **kwargs)
 
     builder: Any = InterpreterBuilder
-    saved = builder.create_dot, builder.create_fp_to_fp, builder.create_fp_trunc
+    names = ("create_dot", "create_fp_to_fp", "create_fp_ext", "create_fp_trunc")
+    saved = {name: getattr(builder, name) for name in names}
     try:
-        builder.create_dot = _dot
-        builder.create_fp_to_fp, builder.create_fp_trunc = _fp_to_fp, _fp_trunc
+        for name, replacement in zip(names, (_dot, _fp_to_fp, _fp_ext, _fp_trunc), strict=True):
+            setattr(builder, name, replacement)
         # Overflow to infinity is as normal in a kernel as on a device.
         with (
             patched(run=run, call=call),
@@ -52,7 +53,8 @@ def interpreted() -> Iterator[None]:
         ):
             yield
     finally:
-        builder.create_dot, builder.create_fp_to_fp, builder.create_fp_trunc = saved
+        for name, known in saved.items():
+            setattr(builder, name, known)
 
 
 @contextmanager
@@ -95,6 +97,13 @@ def _widened(operand: Any) -> Any:
     if operand.dtype.scalar == tl.bfloat16:
         return (operand.data.astype(np.uint32) << 16).view(np.float32)
     return operand.data.astype(np.float32)
+
+
+def _fp_ext(self: Any, source: Any, target: Any) -> TensorHandle:
+    """Widen bfloat16 at once; the interpreter's own conversion takes its numbers apart."""
+    if source.dtype.scalar == tl.bfloat16 and target.scalar == tl.float32:
+        return TensorHandle(_widened(source), tl.float32)
+    return self.cast_impl(source, target)
 
 
 def _fp_trunc(self: Any, source: Any, target: Any) -> TensorHandle:
