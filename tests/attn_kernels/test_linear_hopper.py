@@ -1,6 +1,7 @@
 """The linear layer for Hopper: emulated and compiled on any host, run on a GPU for its bits."""
 
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.support.gluon_emulator import DeadlockError, HazardError, edited, emu
 BF16 = torch.bfloat16
 NAN = float("nan")
 FEW, MANY = HOPPER_TILES[-1], HOPPER_TILES[0]
+IN_EACH_RUN = (MANY, FEW, next(tile for tile in HOPPER_TILES if tile.tail_m))
 # With two stages, each is used again soon.
 PLAIN = HopperLinearTile(block_m=128, block_n=256, block_k=64, num_stages=2)
 TAILED = HopperLinearTile(
@@ -138,8 +140,7 @@ def test_no_order_of_events_changes_the_result(tile: HopperLinearTile) -> None:
 def test_the_emulation_sees_what_a_kernel_forgets(
     monkeypatch: pytest.MonkeyPatch, tile: HopperLinearTile, name: str, old: str, new: str
 ) -> None:
-    x, weight = randn("cpu", BF16, 200, 136), randn("cpu", BF16, 1616, 136, seed=1)
-    expected = emulate(x, weight, tile)
+    x, weight, expected = emulated_in_any_order(tile)
 
     def is_right(seed: int) -> bool:
         try:
@@ -147,20 +148,30 @@ def test_the_emulation_sees_what_a_kernel_forgets(
         except (DeadlockError, HazardError):
             return False
 
-    assert all(map(is_right, range(3)))
     monkeypatch.setattr(bodies_hopper, name, edited(getattr(bodies_hopper, name), old, new))
     assert not all(map(is_right, range(3)))
 
 
+@cache
+def emulated_in_any_order(tile: HopperLinearTile) -> tuple[torch.Tensor, ...]:
+    """Return operands, and what the right kernel makes of them in each order that is tried."""
+    x, weight = randn("cpu", BF16, 200, 136), randn("cpu", BF16, 1616, 136, seed=1)
+    first, *others = (emulate(x, weight, tile, seed=seed) for seed in range(3))
+    assert all(torch.equal(other, first) for other in others)
+    return x, weight, first
+
+
 # Each tile, gated and not, with one of both dtypes, and with or without a bias; in each run one of
-# them for each tile
+# them for the largest tile, the smallest, and one with a tail
 @pytest.mark.parametrize(
     ("tile", "is_gated", "dtype", "has_bias"),
     [
         pytest.param(
             *(tile, is_gated, (BF16, torch.float16)[(index + is_gated) % 2]),
             (index + is_gated) % 4 < 2,
-            marks=pytest.mark.thorough if is_gated == index // 2 % 2 else (),
+            marks=()
+            if tile in IN_EACH_RUN and is_gated != index // 2 % 2
+            else pytest.mark.thorough,
         )
         for index, tile in enumerate(HOPPER_TILES)
         for is_gated in (False, True)

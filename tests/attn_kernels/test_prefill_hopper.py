@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -49,12 +50,6 @@ COMPILED_SHAPES = KERNELS["prefill on Hopper"].covering(
         Shape(16, 1, 128, 16, FP16, WINDOW),
     ]
 )
-# Of each width of products, of each dtype, with each option and without any
-ALWAYS_COMPILED = [
-    COMPILED_SHAPES[0],
-    Shape(28, 4, 64, 64, BF16, WINDOW, has_lse=True),
-    Shape(16, 1, 128, 16, FP16, WINDOW),
-]
 # Chunks whose tiles of rows see one, two, three and more tiles of keys, and that end within a tile,
 # and one without new tokens.
 QO_LENS = [1, 15, 130, 200, 0, 7, 257, 129, 300, 33]
@@ -209,7 +204,7 @@ def test_the_emulation_sees_what_the_kernel_forgets(
 ):
     case = small(FEW_QO_LENS, FEW_KV_LENS, FEW)
     monkeypatch.setattr(launch_hopper, "programs_for", lambda *_: 2)
-    expected = emulate(case)
+    expected = emulated_in_any_order()
 
     def is_right(seed: int) -> bool:
         try:
@@ -217,9 +212,17 @@ def test_the_emulation_sees_what_the_kernel_forgets(
         except (DeadlockError, HazardError):
             return False
 
-    assert all(map(is_right, range(3)))
     monkeypatch.setattr(bodies_hopper, name, edited(getattr(bodies_hopper, name), old, new))
     assert not all(map(is_right, range(3)))
+
+
+@cache
+def emulated_in_any_order() -> torch.Tensor:
+    """Return what the right kernel computes, with two programs, in each order that is tried."""
+    case = small(FEW_QO_LENS, FEW_KV_LENS, FEW)
+    first, *others = (emulate(case, seed=seed) for seed in range(3))
+    assert all(torch.equal(other, first) for other in others)
+    return first
 
 
 def compiled(shape: Shape) -> Compiled:
@@ -246,7 +249,7 @@ in_turn = pytest.mark.xdist_group("prefill on Hopper")  # the first shape is com
 
 
 @in_turn
-@compiled_with(COMPILED_SHAPES, ALWAYS_COMPILED)
+@compiled_with(COMPILED_SHAPES)
 def test_the_kernel_fits_and_uses_the_units_that_make_it_fast(shape: Shape):
     result = compiled(shape)
 

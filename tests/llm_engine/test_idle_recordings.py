@@ -38,6 +38,7 @@ from tests.llm_engine.driver import (
 from tests.llm_engine.launch_recorder import LaunchRecorder
 from tests.support.checkpoints import write_checkpoint
 from tests.support.log_records import logged
+from tests.support.rarely import rarely
 from tests.support.triton_interpreter import interpreted
 
 ROWS, BESIDE, TOKENS = (2, 4), (4, 16), (4, 16, 32)
@@ -56,7 +57,7 @@ def engine(
         monkeypatch.setattr(module, "NUM_ROWS", ROWS)
         monkeypatch.setattr(module, "NUM_ROWS_BESIDE", ROWS)
     monkeypatch.setattr(decode_graphs, "NUM_TOKENS_BESIDE", BESIDE)
-    return small_engine(tmp_path, num_layers=2)
+    return small_engine(tmp_path)
 
 
 def sequences() -> list[DrivenSequence]:
@@ -146,7 +147,8 @@ def test_what_is_recorded_between_steps_changes_no_seat_no_page_and_no_token(
     assert of_prompts.num_recorded == len(TOKENS)
 
 
-@pytest.mark.parametrize("num_seats", [3, 4])  # all rows of a recording have one, or not
+# All rows of a recording have a seat, or not.
+@pytest.mark.parametrize("num_seats", [3, *rarely(4)])
 def test_tokens_are_the_same_whenever_passes_are_recorded(
     engine: Engine, recorders: list[LaunchRecorder], num_seats: int
 ) -> None:
