@@ -8,9 +8,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.cluster.in_process import generate_all, in_process_cluster, one_plus_one
-from tests.support.checkpoints import LLAMA3_ROPE, reference_greedy, write_checkpoint
+from tests.support.checkpoints import LLAMA3_ROPE, reference_after, write_checkpoint
 
-NUM_TOKENS = 64
+NUM_TOKENS = 32
 FAMILIES = {
     "llama2": ("llama", {}),
     "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE, "max_shard_size": "60KB"}),
@@ -39,7 +39,9 @@ def test_greedy_tokens_equal_those_of_transformers(name, tmp_path):
     completions = asyncio.run(scenario())
 
     for prompt, completion in zip(prompts, completions, strict=True):
-        assert list(completion.token_ids) == reference_greedy(model, prompt, NUM_TOKENS)
+        answer = list(completion.token_ids)
+        assert len(answer) == NUM_TOKENS
+        assert answer == reference_after(model, prompt, answer)
         assert completion.usage.bytes_moved > 0
         assert completion.usage.decode_computed_tokens == 0
 
@@ -59,7 +61,9 @@ def test_decode_workers_without_prefill_workers_compute_the_prompts_themselves(t
 
     for prompt, completion in zip(prompts, completions, strict=True):
         usage = completion.usage
-        assert list(completion.token_ids) == reference_greedy(model, prompt, NUM_TOKENS)
+        answer = list(completion.token_ids)
+        assert len(answer) == NUM_TOKENS
+        assert answer == reference_after(model, prompt, answer)
         assert usage.bytes_moved == usage.prefill_computed_tokens == 0
         assert usage.decode_computed_tokens + usage.decode_cached_tokens == len(prompt)
     cached = [completion.usage.decode_cached_tokens for completion in completions]

@@ -96,6 +96,16 @@ def reference_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tens
     return logits
 
 
+def reference_after(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> list[int]:
+    """Return what is most probable before each token of an answer, in one pass over all of it.
+
+    The answer is greedy if it equals that.
+    """
+    logits = reference_logits(model, [*prompt, *answer])
+    best: list[int] = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    return best
+
+
 @torch.inference_mode()
 def reference_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
     """Return the most probable continuation, end tokens ignored."""
