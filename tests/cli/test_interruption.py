@@ -22,6 +22,7 @@ from cluster.demo_model import demo_model_dir
 from cluster.errors import Interrupted, StartError
 from pagewire import Client
 from tests.support.processes import WAIT_S, kill_session, processes_of_session, until
+from tests.support.rarely import rarely
 from tests.support.wall_clock import assert_within
 
 in_turn = pytest.mark.xdist_group("ray")
@@ -126,6 +127,7 @@ def test_a_start_that_fails_since_a_signal_ended_ray_was_interrupted(monkeypatch
             pass
 
 
+@pytest.mark.thorough
 @in_turn
 def test_a_start_that_takes_too_long_is_explained_and_leaves_nothing():
     with serving("--prefill", "0", "--decode", "1", "--start-timeout-s", "1") as server:
@@ -140,7 +142,7 @@ def test_a_start_that_takes_too_long_is_explained_and_leaves_nothing():
 
 
 @in_turn
-@pytest.mark.parametrize("is_ready", [False, True], ids=["starting", "ready"])
+@pytest.mark.parametrize("is_ready", [*rarely(False), True], ids=["starting", "ready"])
 def test_a_second_signal_ends_it_at_once_and_leaves_nothing(is_ready):
     with serving("--prefill", "0", "--decode", "1") as server:
         if is_ready:
