@@ -51,6 +51,7 @@ def test_every_damaged_page_is_found_and_none_is_read() -> None:
     assert count.tokens > count.wrong_tokens == 0
 
 
+@pytest.mark.thorough
 def test_without_digests_damage_would_be_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     no_digest_check(monkeypatch)
 

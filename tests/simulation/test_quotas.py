@@ -17,6 +17,7 @@ from tests.support.planted_bugs import (
     quotas_bound_nothing,
     who_used_it_longest_ago_goes_first,
 )
+from tests.support.rarely import rarely
 from tests.support.scenario import VOCAB_SIZE, ClusterShape
 from tests.support.simulator import in_cluster
 
@@ -95,9 +96,8 @@ def prefill_workers_hear_of_no_share(patch: pytest.MonkeyPatch) -> None:
     "plant",
     [
         quotas_bound_nothing,
-        who_used_it_longest_ago_goes_first,
-        decode_workers_hear_of_no_share,
         prefill_workers_hear_of_no_share,
+        *rarely(who_used_it_longest_ago_goes_first, decode_workers_hear_of_no_share),
     ],
     ids=lambda plant: plant.__name__,
 )
