@@ -12,7 +12,7 @@ import pytest
 from cluster.demo_model import write_demo_model
 from pagewire import AsyncClient, InvalidRequestError
 from tests.cluster.in_process import in_process_cluster
-from tests.support.trained_model import GROUP, trained_path
+from tests.support.trained_model import trained_path
 
 SCHEMA = {
     "type": "object",
@@ -105,7 +105,7 @@ def test_hostile_constraints_are_refused_and_other_streams_get_their_tokens(demo
     in_cluster(demo, body)
 
 
-@pytest.mark.xdist_group(GROUP)
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_trained_model_says_in_json_what_it_was_told() -> None:
     question = "Alice is 41 years old and likes gulls. Tell me about Alice, in JSON."

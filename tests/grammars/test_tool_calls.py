@@ -88,7 +88,7 @@ RANDOM = {
 
 
 @given(**RANDOM)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_random_answers_are_calls_that_follow_their_schemas(**case: Any) -> None:
     check_random_calls(**case)
 
