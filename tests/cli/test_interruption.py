@@ -216,6 +216,7 @@ def test_a_signal_while_a_worker_restarts_is_no_failure():
     assert "stop_incomplete" not in errors
 
 
+@pytest.mark.thorough
 @in_turn
 def test_a_terminal_that_closes_ends_it_after_running_requests():
     near, far = pty.openpty()

@@ -287,6 +287,7 @@ def test_without_the_server_its_commands_say_how_to_get_it(client):
     assert versions.stdout.startswith("pagewire 0.1.0\ngrpcio ")
 
 
+@pytest.mark.thorough
 def test_a_strict_type_checker_knows_the_client(client, tmp_path):
     (client.folder / "typed.py").write_text(TYPED)
     checker = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--no-error-summary"]
@@ -301,6 +302,7 @@ def test_a_strict_type_checker_knows_the_client(client, tmp_path):
     ]
 
 
+@pytest.mark.thorough
 def test_with_the_server_the_command_offers_all(both):
     pagewire = both.folder / "bin" / "pagewire"
 
@@ -395,6 +397,7 @@ def test_the_commands_of_the_pods_start_and_end_a_cluster(both):
     assert (down.returncode, down.stdout.splitlines()[-1]) == (0, "stopped"), down.stderr
 
 
+@pytest.mark.thorough
 def test_client_and_server_share_a_process(both):
     code = """
 import cluster.config, pagewire.client, pagewire.wire, protos, router.server, worker.server
