@@ -49,13 +49,13 @@ def engine(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> Engine:
-    """An engine of two layers that launches kernel by kernel; a test's parameter is its window."""
+    """An engine that launches kernel by kernel: of two layers, or of one with a test's window."""
     monkeypatch.setattr(prompt_graphs, "NUM_TOKENS", SIZES)
     monkeypatch.setattr(prompt_graphs, "MAX_SLICES", 4)
     size = getattr(request, "param", None)
     window: dict[str, Any] = {"sliding_window": size} if size else {}
-    family = "mistral" if window else "llama"
-    return small_engine(tmp_path, family, num_layers=2, num_pages=NUM_PAGES, **window)
+    family, num_layers = ("mistral", 1) if window else ("llama", 2)
+    return small_engine(tmp_path, family, num_layers=num_layers, num_pages=NUM_PAGES, **window)
 
 
 def test_a_full_step_of_a_prefill_worker_is_the_largest_recording() -> None:
