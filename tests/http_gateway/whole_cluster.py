@@ -190,10 +190,6 @@ class HttpCanary(Singer):
 
 
 def singing(served: Gateway) -> AbstractContextManager[None]:
-    """Let two of each kind sing beside what a test does with a whole cluster."""
-    canaries = [
-        kind(served, f"{kind.__name__} {number}")
-        for kind in (GrpcCanary, HttpCanary)
-        for number in range(2)
-    ]
+    """Let one of each kind sing beside what a test does with a whole cluster."""
+    canaries = [kind(served, kind.__name__) for kind in (GrpcCanary, HttpCanary)]
     return undisturbed(canaries, LONGEST_PAUSE_S)
