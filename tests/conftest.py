@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from cluster.environment import prepare_ray
 
@@ -13,6 +14,10 @@ from cluster.environment import prepare_ray
 # that tests start would not notice the one they are sent.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A busy host may stop any example for longer than Hypothesis allows one to take.
+settings.register_profile("pagewire", deadline=None)
+settings.load_profile("pagewire")
 
 # Tests that import Ray are collected before those that start it.
 prepare_ray(is_local=True)

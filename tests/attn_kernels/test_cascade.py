@@ -66,7 +66,6 @@ def test_a_forest_of_three_levels_gives_the_reference_and_never_reads_unused_row
 @given(forests(max_nodes=4, max_requests=5, page_size=8))
 @settings(
     max_examples=8,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -113,7 +113,7 @@ def check_coverage(
 @given(
     forests(), st.sampled_from([1, 2, 6, 1000]), st.sampled_from([0.0, 0.01, 1.0]), st.booleans()
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 def test_every_key_of_every_request_is_covered_once_in_order(
     tables: SharedTables, num_programs: int, slot_us: float, is_exact: bool
 ):
@@ -123,7 +123,7 @@ def test_every_key_of_every_request_is_covered_once_in_order(
 
 
 @given(forests(), st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_what_is_shared_does_not_depend_on_the_order_of_requests(tables: SharedTables, random):
     order = list(range(len(tables.kv_lens)))
     random.shuffle(order)
@@ -137,7 +137,7 @@ def test_what_is_shared_does_not_depend_on_the_order_of_requests(tables: SharedT
 
 
 @given(forests(max_nodes=5))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_the_choice_is_the_best_of_all(tables: SharedTables):
     nodes = prefix_tree(
         tables.starts, tables.indices, np.array(tables.kv_lens), page_size=4, unit_len=4
@@ -245,7 +245,7 @@ def tokens_read(cascade: CascadePlan, tables: SharedTables) -> int:
 
 
 @given(forests(max_requests=12), st.sampled_from([0.0, 0.5, 5.0]), st.sampled_from([1e3, 8e6]))
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 def test_what_is_spared_is_what_items_do_not_load(
     tables: SharedTables, item_us: float, repeated_bytes_per_us: float
 ):
@@ -262,7 +262,7 @@ def test_what_is_spared_is_what_items_do_not_load(
 
 
 @given(forests(max_requests=12))
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 def test_where_sharing_is_free_each_prefix_is_read_once(tables: SharedTables):
     cascade = plan_free(tables.kv_lens, tables.tables, page_size=4, unit_len=RULE.split_len)
 

@@ -45,7 +45,7 @@ def defined(tables: SharedTables, unit_len: int) -> set[tuple[int, int, tuple[in
 
 
 @given(forests())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 def test_a_tree_holds_every_shared_unit_once_and_nothing_else(tables: SharedTables):
     for unit_len in (tables.page_size, 2 * tables.page_size):
         nodes = tree_of(tables, unit_len=unit_len)
@@ -55,7 +55,7 @@ def test_a_tree_holds_every_shared_unit_once_and_nothing_else(tables: SharedTabl
 
 
 @given(forests(), st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_the_order_of_requests_does_not_matter(tables: SharedTables, random):
     order = list(range(len(tables.kv_lens)))
     random.shuffle(order)
@@ -67,7 +67,7 @@ def test_the_order_of_requests_does_not_matter(tables: SharedTables, random):
 
 
 @given(forests())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 def test_a_known_tree_with_borders_anywhere_becomes_the_tree_of_the_page_tables(
     tables: SharedTables,
 ):

@@ -188,7 +188,7 @@ def score(rooms, asked, found):
     return len(found), pairs
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rooms=ROOMS, asked=WISHES)
 def test_no_other_choice_places_more_or_leaves_fewer_pairs_apart(rooms, asked):
     rooms, asked = make(rooms, asked)
@@ -206,7 +206,7 @@ def test_no_other_choice_places_more_or_leaves_fewer_pairs_apart(rooms, asked):
     assert assign(rooms, asked) == found
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     numbers=st.lists(st.integers(0, 8), max_size=40),
     prefill=st.integers(0, 60),

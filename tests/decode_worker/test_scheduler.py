@@ -28,7 +28,6 @@ from worker.identity import ModelInfo, WorkerIdentity
 
 SETTINGS = settings(
     stateful_step_count=70,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),

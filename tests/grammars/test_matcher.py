@@ -96,14 +96,14 @@ def test_after_each_beginning_exactly_the_tokens_that_go_on_are_allowed(
 
 
 @given(constraint=CONSTRAINTS, seed=st.integers(0, 2**32))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_random_texts_follow_random_constraints(constraint: Constraint, seed: int) -> None:
     _check_random_texts(constraint, seed)
 
 
 @pytest.mark.thorough
 @given(constraint=CONSTRAINTS, seed=st.integers(0, 2**32))
-@settings(max_examples=6_000, deadline=None)
+@settings(max_examples=6_000)
 def test_many_random_texts_follow_random_constraints(constraint: Constraint, seed: int) -> None:
     _check_random_texts(constraint, seed)
 

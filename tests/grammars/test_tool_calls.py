@@ -88,14 +88,14 @@ RANDOM = {
 
 
 @given(**RANDOM)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_random_answers_are_calls_that_follow_their_schemas(**case: Any) -> None:
     check_random_calls(**case)
 
 
 @pytest.mark.thorough
 @given(**RANDOM)
-@settings(max_examples=6_000, deadline=None)
+@settings(max_examples=6_000)
 def test_many_random_answers_are_calls_that_follow_their_schemas(**case: Any) -> None:
     check_random_calls(**case)
 

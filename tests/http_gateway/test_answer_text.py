@@ -230,7 +230,7 @@ def test_calls_and_content_are_told_apart_however_the_text_is_cut(kind, text, co
     st.lists(st.integers(0, 80), max_size=6),
     st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_text_breaks_a_reader_and_no_cut_changes_what_it_reads(text, kind, cuts, reasoning):
     text = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": ""}[kind] + text
     options = {"reasoning": reasoning, "begins": reasoning}

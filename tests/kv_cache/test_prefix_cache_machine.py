@@ -26,7 +26,6 @@ from tests.support.rarely import rarely
 SETTINGS = settings(
     derandomize=True,
     database=None,
-    deadline=None,
     stateful_step_count=50,
     suppress_health_check=list(HealthCheck),
 )

@@ -223,7 +223,7 @@ OPERATIONS = st.lists(
     ),
     max_size=40,
 )
-SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=500)
+SETTINGS = settings(derandomize=True, database=None, max_examples=500)
 
 
 @SETTINGS

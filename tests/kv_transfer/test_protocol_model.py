@@ -22,7 +22,7 @@ def test_no_interleaving_breaks_an_invariant(faults: int, least: int) -> None:
     assert explore(Rules(), faults=faults) > least
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(st.lists(st.integers(0, 10_000), max_size=120))
 def test_random_paths_with_many_faults_keep_the_invariants_and_end(choices: list[int]) -> None:
     rules = Rules(num_pages=4)

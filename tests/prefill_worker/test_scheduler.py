@@ -261,7 +261,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 SETTINGS = settings(
     max_examples=120,
     stateful_step_count=50,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),

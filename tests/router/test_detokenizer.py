@@ -26,7 +26,7 @@ def stream(tokenizer: Tokenizer, token_ids: list[int], size: int = 1) -> list[st
     return [*map(detokenizer.push, parts), detokenizer.finish()]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, NUM_BYTE_LEVEL + 5), max_size=80), SIZES)
 def test_any_byte_level_tokens_stream_to_the_text_of_a_full_decode(
     token_ids: list[int], size: int
@@ -56,7 +56,7 @@ def test_only_whole_characters_of_a_byte_level_tokenizer_are_a_tokens_own_text()
     assert BYTE_FALLBACK.own_texts[NUM_BYTE_FALLBACK - 1] is None, "it may lose its blank"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(TEXTS, st.sampled_from([BYTE_LEVEL, BYTE_FALLBACK]), SIZES)
 def test_encoded_text_streams_back_whole(text: str, tokenizer: Tokenizer, size: int) -> None:
     token_ids = tokenizer.encode(text, add_special_tokens=True)
@@ -66,7 +66,7 @@ def test_encoded_text_streams_back_whole(text: str, tokenizer: Tokenizer, size: 
     assert "".join(pieces) == tokenizer.decode(token_ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(alphabet="日本語😀é", min_size=1, max_size=20), SIZES)
 def test_no_piece_holds_half_a_character(text: str, size: int) -> None:
     token_ids = BYTE_LEVEL.encode(text, add_special_tokens=False)
@@ -77,7 +77,7 @@ def test_no_piece_holds_half_a_character(text: str, size: int) -> None:
     assert pieces[-1] == "", "complete characters do not wait for the end"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.one_of(

@@ -22,7 +22,7 @@ WEIGHTS = PolicyWeights(
 )
 PAGE = 16
 TOKEN_BYTES = 131_072  # of Llama-3-8B
-SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=200)
+SETTINGS = settings(derandomize=True, database=None, max_examples=200)
 NVLINK_S, NETWORK_S = (
     TOKEN_BYTES / rate for rate in (CONFIG.gpu_bytes_per_s, CONFIG.tcp_bytes_per_s)
 )

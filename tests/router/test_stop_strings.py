@@ -25,7 +25,7 @@ def naive(stop: list[str], text: str) -> tuple[str, str]:
     return text, ""
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=4),
     st.lists(st.text(alphabet="abc", max_size=5), max_size=12),
@@ -36,7 +36,7 @@ def test_the_result_is_that_of_looking_at_the_whole_text(
     assert run(stop, pieces) == naive(stop, "".join(pieces))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
     st.lists(st.text(alphabet="abx", max_size=4), max_size=12),
