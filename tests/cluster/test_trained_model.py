@@ -17,11 +17,11 @@ pytestmark = [pytest.mark.xdist_group(GROUP), pytest.mark.timeout(300)]
 
 MAX_TOKENS = 8
 PAGE_SIZE = 16
-# The long ones begin alike: each is the beginning of the one before. A step computes 256 tokens.
-LONG = (320, 280, 200)
+# These begin alike: each is the beginning of the one before. A step computes 256 tokens.
+LONG = (272, 48, 32)
 LONGEST = (4000, 2000, 1000)
 SHORT = (5, 7, 9, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 80, 100)
-FEW = (5, 15, 16, 17, 48, 64, 100)
+FEW = (5, 16, 17)
 
 
 def prompts(long: tuple[int, ...], short: tuple[int, ...] = SHORT) -> list[list[int]]:
@@ -66,7 +66,7 @@ def check_equal_those_of_transformers(asked: list[list[int]], answered: list[lis
         assert check.greedy_after(prompt, answer)[:-1] == answer, f"{len(prompt)} tokens"
 
 
-def test_greedy_answers_to_10_prompts_equal_those_of_transformers() -> None:
+def test_greedy_answers_to_6_prompts_equal_those_of_transformers() -> None:
     asked = prompts(LONG, FEW)
     assert all(long[: len(short)] == short for long, short in pairwise(asked[: len(LONG)]))
 
