@@ -206,14 +206,14 @@ def replay() -> str:
         (f"{pools['cluster']}, {pools['offered_requests_per_s']:.2f} offered", in_time)
         for pools, in_time in replays_in_time()
     ]
+    files = [name for names in REPLAY_RESULTS.values() for name in names]
+    _, hardware = _rows_and_hardware(files)
     limits = (f"limit {limit_ms} ms" if limit_ms else "no limit" for limit_ms in REPLAY_RESULTS)
     return draw(
         bars(
             "Replay of a conversation trace: requests answered in time (longer is better)",
             (
-                _rows_and_hardware([each for names in REPLAY_RESULTS.values() for each in names])[
-                    1
-                ],
+                hardware,
                 "First token within 2 s, 99 % of the others within 50 ms.",
                 "With separate pools, and without, by the limit of a step.",
             ),

@@ -224,10 +224,8 @@ def replays_in_time() -> Iterator[tuple[Row, list[float]]]:
     for names in zip(*REPLAY_RESULTS.values(), strict=True):
         runs = [_rows_of(name) for name in names]
         pools = runs[0]["replay/disaggregated"]
-        yield (
-            pools,
-            [row["in_time_per_s"] for row in (pools, *(r["replay/aggregated"] for r in runs))],
-        )
+        rows = [pools, *(run["replay/aggregated"] for run in runs)]
+        yield pools, [row["in_time_per_s"] for row in rows]
 
 
 def served_step_rows() -> Iterator[tuple[str, list[float]]]:
