@@ -22,6 +22,7 @@ settings.load_profile("pagewire")
 # Tests that import Ray are collected before those that start it.
 prepare_ray(is_local=True)
 
+THOROUGH_TIMEOUT_S = 600
 SETTINGS = gc.get_freeze_count(), gc.get_threshold(), sys.getswitchinterval()
 
 
@@ -49,7 +50,12 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keep tests that share a fixture in one process: each other process would make it again."""
+    """Give thorough tests time, and keep tests that share a fixture in one process.
+
+    Each other process would make the fixture again.
+    """
+    if item.get_closest_marker("thorough") and not item.get_closest_marker("timeout"):
+        item.add_marker(pytest.mark.timeout(THOROUGH_TIMEOUT_S))
     if isinstance(item, pytest.Function) and not item.get_closest_marker("xdist_group"):
         made = item._fixtureinfo.name2fixturedefs.values()
         if any(each[-1].scope == "module" for each in made):
