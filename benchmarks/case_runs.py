@@ -4,7 +4,9 @@ An interrupted run has written all finished cases. Cases not reached before the 
 as not run, and failed ones give the reason.
 """
 
+import argparse
 import fnmatch
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from benchmarks.client_processes import ClientProcesses, ClientsFailed
 from benchmarks.prompts import Seeds, StreamSpec
 from benchmarks.result_file import ResultFile, say
-from benchmarks.run_arguments import LOCAL_PREFILL, Sizes
+from benchmarks.run_arguments import LOCAL_PREFILL, Sizes, sizes_of
 from benchmarks.served_cluster import ClusterFailed, ClusterSpec, ServedCluster
 from benchmarks.stream_statistics import Row, StreamRecord, work_done
 from decode_worker.config import DecodeConfig
@@ -165,6 +167,34 @@ def run_cases(
     finally:
         results.leave_out([case.name for case in left])
         host.close()
+
+
+def run_chosen(
+    chosen: Sequence[str],
+    cases: Sequence[Case],
+    clusters: Mapping[str, ClusterSpec],
+    results: ResultFile,
+    *,
+    options: argparse.Namespace,
+    clock: Clock,
+    warm_up: Callable[[Run], object],
+) -> None:
+    """Run the cases of these names, with the sizes and clients of the command line.
+
+    Raises:
+        SystemExit: A case failed; the others have run.
+    """
+    run_cases(
+        [case for case in cases if case.name in chosen],
+        clusters,
+        results,
+        sizes=sizes_of(options),
+        clock=clock,
+        num_clients=options.clients,
+        warm_up=warm_up,
+    )
+    if results.num_failed:
+        sys.exit(1)
 
 
 class _Host:

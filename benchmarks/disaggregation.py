@@ -38,7 +38,6 @@ it anywhere with --shape tiny --scale small --device cpu --page-size 16.
 """
 
 import argparse
-import sys
 import time
 from dataclasses import asdict, replace
 from functools import partial
@@ -46,7 +45,7 @@ from pathlib import Path
 
 from benchmarks import kills
 from benchmarks.altered_workers import Alteration
-from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_cases, selected
+from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_chosen, selected
 from benchmarks.measured_host import num_gpus
 from benchmarks.prompts import TraceScale, read_trace, wave
 from benchmarks.run_arguments import (
@@ -55,7 +54,6 @@ from benchmarks.run_arguments import (
     end_in_order,
     model_of,
     results_of,
-    sizes_of,
 )
 from benchmarks.served_cluster import ClusterSpec
 from benchmarks.serving_matrix import check_fresh, first_tokens, warm_up, with_tokens
@@ -408,17 +406,15 @@ def main() -> None:
     clock = Clock(options.deadline_s, options.seed)
     clusters = all_clusters(options, model_of(options))
     results = results_of(options, "disaggregation", clusters, derive=transfer_shares)
-    run_cases(
-        [case for case in cases if case.name in chosen],
+    run_chosen(
+        chosen,
+        cases,
         clusters,
         results,
-        sizes=sizes_of(options),
+        options=options,
         clock=clock,
-        num_clients=options.clients,
         warm_up=warm_up,
     )
-    if results.num_failed:
-        sys.exit(1)
 
 
 if __name__ == "__main__":

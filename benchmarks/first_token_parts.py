@@ -19,33 +19,26 @@ with --shape tiny --scale small --device cpu --page-size 16.
 """
 
 import secrets
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_cases, selected
+from benchmarks.case_runs import CaseFailed, Clock, Run, run_chosen, selected
 from benchmarks.first_token_path import Trace, UnclearPath, median_parts, parts_ms
 from benchmarks.prompts import MIX_REQUESTS, StreamSpec, wave
 from benchmarks.run_arguments import (
-    LOCAL_PREFILL,
     arguments,
-    cluster_options,
     end_in_order,
-    model_of,
     results_of,
-    sizes_of,
 )
-from benchmarks.served_cluster import ClusterSpec
 from benchmarks.serving_matrix import (
-    AGGREGATED,
     CACHED,
     CACHED_TOKENS,
-    DISAGGREGATED,
     FIRST_TOKENS,
-    SHIPPED,
+    cases_of,
     check_fresh,
+    clusters_of,
     mix_of,
     warm_up,
 )
@@ -213,51 +206,22 @@ def main() -> None:
             print("\n".join(chosen))
             return
         end_in_order()
-        disaggregated = ClusterSpec(
-            model=model_of(options),
-            prefill=1,
-            decode=1,
-            device=options.device,
-            options=cluster_options(options),
-        )
-        shipped = {
-            name: each for name, each in disaggregated.options.items() if name != LOCAL_PREFILL
-        }
-        specs = {
-            DISAGGREGATED: disaggregated,
-            SHIPPED: replace(disaggregated, options=shipped),
-            AGGREGATED: replace(disaggregated, prefill=0),
-        }
+        specs = clusters_of(options)
         # Without the collector's port, another one in each run.
         results = results_of(options, "first_token_parts", specs)
         traced = {
             name: replace(spec, options={**spec.options, "tracing.endpoint": collector.endpoint})
             for name, spec in specs.items()
         }
-        cases = [
-            Case(
-                name=name,
-                cluster=SHIPPED if name.removeprefix("ttft/") in CACHED else DISAGGREGATED,
-                measure=each,
-            )
-            for name, each in measured.items()
-        ]
-        cases += [
-            Case(name=f"aggregated/{name}", cluster=AGGREGATED, measure=each)
-            for name, each in measured.items()
-        ]
-        cases.sort(key=lambda case: case.cluster == SHIPPED)  # those on one cluster together
-        run_cases(
-            [case for case in cases if case.name in chosen],
+        run_chosen(
+            chosen,
+            cases_of(measured),
             traced,
             results,
-            sizes=sizes_of(options),
+            options=options,
             clock=Clock(options.deadline_s, options.seed),
-            num_clients=options.clients,
             warm_up=warm_up,
         )
-    if results.num_failed:
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,19 @@ start; `late` is the share of steps before which the device waited for more than
 """
 
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from benchmarks.altered_workers import Alteration
-from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_cases, selected
+from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_chosen, selected
 from benchmarks.run_arguments import (
     arguments,
     cluster_options,
     end_in_order,
     model_of,
     results_of,
-    sizes_of,
 )
 from benchmarks.served_cluster import ClusterSpec
 from benchmarks.serving_matrix import AGGREGATED, DECODE, decode, warm_up
@@ -89,24 +87,19 @@ def main() -> None:
             altered=Alteration(times_steps_to=folder),
         )
         results = results_of(options, "served_steps", {AGGREGATED: spec})
-        run_cases(
-            [
-                Case(
-                    name=name,
-                    cluster=AGGREGATED,
-                    measure=partial(served, *names[name], Path(folder)),
-                )
-                for name in chosen
-            ],
+        cases = [
+            Case(name=name, cluster=AGGREGATED, measure=partial(served, *names[name], Path(folder)))
+            for name in chosen
+        ]
+        run_chosen(
+            chosen,
+            cases,
             {AGGREGATED: spec},
             results,
-            sizes=sizes_of(options),
+            options=options,
             clock=clock,
-            num_clients=options.clients,
             warm_up=warm_up,
         )
-    if results.num_failed:
-        sys.exit(1)
 
 
 if __name__ == "__main__":

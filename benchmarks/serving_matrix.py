@@ -24,16 +24,16 @@ Every repeat of ttft and mixed has new prompts. Without --cases everything runs;
 with --shape tiny --scale small --device cpu --page-size 16.
 """
 
+import argparse
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from unittest import mock
 
-from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_cases, selected, start
+from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_chosen, selected, start
 from benchmarks.measured_host import drop_from_file_cache, read_into_file_cache
 from benchmarks.prompts import (
     MIX_INPUT_TOKENS,
@@ -50,7 +50,6 @@ from benchmarks.run_arguments import (
     end_in_order,
     model_of,
     results_of,
-    sizes_of,
 )
 from benchmarks.served_cluster import ClusterSpec
 from benchmarks.stream_statistics import (
@@ -87,6 +86,41 @@ def measured_cases() -> dict[str, Callable[[Run], Row]]:
         **{f"ttft/{name}": partial(cached, n) for name, n in CACHED.items()},
         f"mixed/{MIX_REQUESTS}": mixed,
     }
+
+
+def clusters_of(options: argparse.Namespace, num_routers: int = 1) -> dict[str, ClusterSpec]:
+    """Return the clusters of all cases, by name."""
+    disaggregated = ClusterSpec(
+        model=model_of(options),
+        prefill=1,
+        decode=1,
+        device=options.device,
+        options=cluster_options(options),
+        routers=num_routers,
+    )
+    shipped = {name: each for name, each in disaggregated.options.items() if name != LOCAL_PREFILL}
+    return {
+        DISAGGREGATED: disaggregated,
+        SHIPPED: replace(disaggregated, options=shipped),
+        AGGREGATED: replace(disaggregated, prefill=0),
+    }
+
+
+def cases_of(measured: Mapping[str, Callable[[Run], Row]]) -> list[Case]:
+    """Return what to measure as cases, with prefill workers and without, cluster by cluster."""
+    cases = [
+        Case(
+            name=name,
+            cluster=SHIPPED if name.removeprefix("ttft/") in CACHED else DISAGGREGATED,
+            measure=each,
+        )
+        for name, each in measured.items()
+    ]
+    cases += [
+        Case(name=f"aggregated/{name}", cluster=AGGREGATED, measure=each)
+        for name, each in measured.items()
+    ]
+    return sorted(cases, key=lambda case: case.cluster == SHIPPED)
 
 
 def decode(streams: int, own: int, run: Run, *, shared: int = 0) -> Row:
@@ -261,47 +295,20 @@ def main() -> None:
         return
     end_in_order()
     clock = Clock(options.deadline_s, options.seed)
-    disaggregated = ClusterSpec(
-        model=model_of(options),
-        prefill=1,
-        decode=1,
-        device=options.device,
-        options=cluster_options(options),
-        routers=options.routers,
-    )
-    shipped = {name: each for name, each in disaggregated.options.items() if name != LOCAL_PREFILL}
-    specs = {
-        DISAGGREGATED: disaggregated,
-        SHIPPED: replace(disaggregated, options=shipped),
-        AGGREGATED: replace(disaggregated, prefill=0),
-    }
+    specs = clusters_of(options, num_routers=options.routers)
     results = results_of(options, "serving_matrix", specs)
-    starts = starts_of(disaggregated).items()
+    starts = starts_of(specs[DISAGGREGATED]).items()
     cases = [Case(name=name, measure_start=each) for name, each in starts]
-    cases += [
-        Case(
-            name=name,
-            cluster=SHIPPED if name.removeprefix("ttft/") in CACHED else DISAGGREGATED,
-            measure=each,
-        )
-        for name, each in measured.items()
-    ]
-    cases += [
-        Case(name=f"aggregated/{name}", cluster=AGGREGATED, measure=each)
-        for name, each in measured.items()
-    ]
-    cases.sort(key=lambda case: case.cluster == SHIPPED)  # those on one cluster together
-    run_cases(
-        [case for case in cases if case.name in chosen],
+    cases += cases_of(measured)
+    run_chosen(
+        chosen,
+        cases,
         specs,
         results,
-        sizes=sizes_of(options),
+        options=options,
         clock=clock,
-        num_clients=options.clients,
         warm_up=warm_up,
     )
-    if results.num_failed:
-        sys.exit(1)
 
 
 if __name__ == "__main__":
