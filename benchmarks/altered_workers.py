@@ -1,4 +1,4 @@
-"""Workers that lack one part, start from another state or time their steps, for measurements.
+"""Workers that lack a part, start from another state or time what they do, for measurements.
 
 The product has no switches for them. Each alteration replaces a function in the process of a worker
 before it starts, and a run with altered workers must show in its counts that the alteration works.
@@ -23,6 +23,7 @@ class Alteration:
     scatters_pages: bool = False  # pages of a prompt lie far apart in the pools of both sides
     lives_apart: bool = False  # NCCL takes each worker's host for another one
     times_steps_to: str = ""  # a folder for files of steps' times
+    times_moves_to: str = ""  # a folder for files of received chunks' times
 
     def apply(self) -> None:
         """Alter this process."""
@@ -38,6 +39,10 @@ class Alteration:
             from benchmarks.step_times import time_steps
 
             time_steps(Path(self.times_steps_to))
+        if self.times_moves_to:
+            from benchmarks.move_times import time_moves
+
+            time_moves(Path(self.times_moves_to))
 
     @contextmanager
     def in_launcher(self) -> Iterator[None]:

@@ -1,0 +1,127 @@
+"""Shows where the time goes in which a decode worker receives pages from a GPU of its host.
+
+    python -m benchmarks.served_moves --model DIR --out benchmarks/results/served-moves-X.json
+
+Case N: a prompt of N tokens that the prefill worker has cached and the decode worker must receive
+in full; pages of both lie in random order, as in benchmarks.disaggregation. For a transfer, means
+of all but the first: `receive_ms` in which a receive was posted, as the worker counts it;
+`device_ms` in which its device copied pages; `launch_ms` in which the host launched the copies;
+`wake_ms` until the thread that copies saw their end; `between_ms` from there through the event
+loops of both workers to the beginning of the next chunk's copies.
+"""
+
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from benchmarks.altered_workers import Alteration
+from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_chosen, selected
+from benchmarks.move_times import MoveTimes
+from benchmarks.prompts import wave
+from benchmarks.run_arguments import (
+    arguments,
+    cluster_options,
+    end_in_order,
+    model_of,
+    results_of,
+)
+from benchmarks.served_cluster import ClusterSpec
+from benchmarks.serving_matrix import warm_up
+from benchmarks.stream_statistics import Row
+
+LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768)  # tokens
+PAIR = "1+1, timed"
+REPEATS = 10
+
+
+def parts_of(chunks: list[MoveTimes]) -> Row:
+    """Return where the time of one transfer went, ms; chunks in order."""
+    begun = [max(chunk.posted_s, last) for chunk, last in _after_last(chunks)]
+    receive_s = sum(chunk.received_s - at for chunk, at in zip(chunks, begun, strict=True))
+    device_ms = sum(chunk.device_ms for chunk in chunks)
+    copy_ms = 1e3 * sum(chunk.copied_s - chunk.begun_s for chunk in chunks)
+    return {
+        "receive_ms": 1e3 * receive_s,
+        "device_ms": device_ms,
+        "launch_ms": 1e3 * sum(chunk.launched_s - chunk.begun_s for chunk in chunks),
+        "wake_ms": copy_ms - device_ms,
+        "between_ms": 1e3 * receive_s - copy_ms,
+    }
+
+
+def _after_last(chunks: list[MoveTimes]) -> list[tuple[MoveTimes, float]]:
+    ends = [0.0, *(chunk.received_s for chunk in chunks)]
+    return list(zip(chunks, ends, strict=False))
+
+
+def moves(length: int, folder: Path, run: Run) -> Row:
+    """Move a prompt's pages again and again, and read what its worker wrote meanwhile."""
+    specs = wave(run.seeds, 1, unique=run.sizes.tokens(length))
+    run.wave(specs)
+    transfers = []
+    waves = []
+    for _ in range(REPEATS + 1):
+        seen = {path: path.stat().st_size for path in folder.glob("*.moves")}
+        waves.append(run.wave(specs))
+        lines = []
+        for path, size in seen.items():
+            with path.open(encoding="utf-8") as file:
+                file.seek(size)
+                lines += file.read().splitlines()
+        chunks = [MoveTimes(**json.loads(line)) for line in lines]
+        transfers.append((sum(chunk.num_bytes for chunk in chunks), len(chunks), parts_of(chunks)))
+    work = run.check_waves(waves[1:])
+    (num_bytes, num_chunks, _), *_ = transfers
+    if any(each[:2] != (num_bytes, num_chunks) for each in transfers) or not num_chunks:
+        raise CaseFailed("not all pages of the prompt came over CUDA IPC each time", work)
+    parts = [each for _, _, each in transfers[1:]]
+    means = {key: sum(each[key] for each in parts) / REPEATS for key in parts[0]}
+    return {
+        "ms": round(means["receive_ms"], 3),
+        "gb_per_s": round(num_bytes / means["receive_ms"] / 1e6, 2),
+        "device_gb_per_s": round(num_bytes / means["device_ms"] / 1e6, 2),
+        **{key: round(value, 3) for key, value in means.items()},
+        "chunks": num_chunks,
+        "bytes": num_bytes,
+        "repeats": REPEATS,
+    }
+
+
+def main() -> None:
+    """Run from the command line."""
+    options = arguments(__doc__).parse_args()
+    names = {str(length): length for length in LENGTHS}
+    chosen = selected(list(names), options.cases)
+    if options.list:
+        print("\n".join(chosen))
+        return
+    end_in_order()
+    clock = Clock(options.deadline_s, options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        spec = ClusterSpec(
+            model=model_of(options),
+            prefill=1,
+            decode=1,
+            device=options.device,
+            options=cluster_options(options),
+            altered=Alteration(moves_again=True, scatters_pages=True, times_moves_to=folder),
+        )
+        results = results_of(options, "served_moves", {PAIR: spec})
+        cases = [
+            Case(name=name, cluster=PAIR, measure=partial(moves, names[name], Path(folder)))
+            for name in chosen
+        ]
+        run_chosen(
+            chosen,
+            cases,
+            {PAIR: spec},
+            results,
+            options=options,
+            clock=clock,
+            warm_up=warm_up,
+        )
+
+
+if __name__ == "__main__":
+    main()
