@@ -48,29 +48,27 @@ def run_clients(
     """Read this many streams in one process; report how late each token was, in seconds."""
     from pagewire import AsyncClient
 
-    async def read(client: AsyncClient, arrivals: array[float]) -> None:
+    async def read(client: AsyncClient, arrivals: list[tuple[float, int, int]]) -> None:
         stream = client.stream("The page was", max_tokens=tokens, ignore_eos=True)
         async with stream:
             async for delta in stream:
-                arrivals.extend((time.monotonic(), delta.first_index, len(delta.token_ids)))
+                arrivals.append((time.monotonic(), delta.first_index, len(delta.token_ids)))
         if stream.completion.choices[0].finish_reason != "length":
             raise SystemExit("the stream broke off")
 
     async def run() -> None:
         ports.put(0)
-        # Not of objects: the more of them live, the longer the collector of garbage stops this.
-        arrivals = [array("d") for _ in range(streams)]  # in turns: time, first index, number
+        arrivals: list[list[tuple[float, int, int]]] = [[] for _ in range(streams)]
         async with AsyncClient(f"{HOST}:{router_port}") as client, asyncio.TaskGroup() as group:
             for each in arrivals:
                 group.create_task(read(client, each))
         delays = array("d")
         for each in arrivals:
-            if sum(each[2::3]) != tokens:
+            if sum(count for _, _, count in each) != tokens:
                 raise SystemExit("tokens are missing")
-            for at, first, count in zip(each[::3], each[1::3], each[2::3], strict=True):
-                delays.extend(at - times[index] for index in range(int(first), int(first + count)))
-        num_messages = sum(map(len, arrivals)) // 3
-        results.put((delays, num_messages, max(each[-3] for each in arrivals)))
+            for at, first, count in each:
+                delays.extend(at - times[index] for index in range(first, first + count))
+        results.put((delays, sum(map(len, arrivals)), max(each[-1][0] for each in arrivals)))
         await asyncio.Event().wait()  # until it is measured
 
     asyncio.run(run())
