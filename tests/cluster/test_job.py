@@ -25,7 +25,13 @@ from tests.support.free_ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("JOBS_PYTHON") or Path(sys.prefix) / "jobs" / "bin" / "python")
-RAY = (str(PYTHON), "-m", "ray.scripts.scripts")
+# As pip writes it.
+SCRIPT = """#!{python}
+import sys
+from pagewire.cli.__main__ import main
+if __name__ == '__main__':
+    sys.exit(main())
+"""
 TIMEOUT_S = 120
 PROMPT = list(range(3, 90))
 
@@ -41,15 +47,41 @@ pytestmark = [
 
 
 @pytest.fixture
-def head(tmp_path):
-    """A Ray head with its dashboard; it does not see Pagewire's code."""
+def python(tmp_path):
+    """The Python of a host where an older Pagewire is installed, which cannot be imported."""
+    host = tmp_path / "host"
+    subprocess.run([PYTHON, "-m", "venv", "--without-pip", host], check=True)
+    python = host / "bin" / "python"
+    print_path = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages, *others = (
+        subprocess.check_output([each, "-c", print_path], text=True).strip()
+        for each in (python, PYTHON, sys.executable)
+    )
+    (Path(packages) / "dependencies.pth").write_text("\n".join(others))
+    for name in ("pagewire", "cli", "cluster", "worker"):
+        older = Path(packages) / name / "__init__.py"
+        older.parent.mkdir()
+        older.write_text("raise SystemExit('an older Pagewire')")
+    script = host / "bin" / "pagewire"
+    script.write_text(SCRIPT.format(python=python))
+    script.chmod(0o755)
+    return str(python)
+
+
+@pytest.fixture
+def head(tmp_path, python):
+    """A Ray head with its dashboard."""
     port, dashboard, client = free_port(), free_port(), free_port()
     environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("RAY_") and name != "PYTHONPATH"
     }
-    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    environment |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "PATH": f"{Path(python).parent}:{environment['PATH']}",
+    }
     temp_dir = Path("/tmp") / f"pw-job-{os.getpid()}"  # sockets have short paths
     options = {
         "--port": port,
@@ -63,7 +95,16 @@ def head(tmp_path):
     words = [f"{name}={value}" for name, value in options.items()]
     with (tmp_path / "head.log").open("w") as log:
         process = subprocess.Popen(
-            [*RAY, "start", "--head", "--include-dashboard=true", "--block", *words],
+            [
+                python,
+                "-m",
+                "ray.scripts.scripts",
+                "start",
+                "--head",
+                "--include-dashboard=true",
+                "--block",
+                *words,
+            ],
             cwd=tmp_path,
             env=environment,
             stdout=log,
@@ -74,7 +115,11 @@ def head(tmp_path):
     try:
         until_it_answers(f"{url}/api/version")
         yield SimpleNamespace(
-            address=f"127.0.0.1:{port}", url=url, temp_dir=temp_dir, environment=environment
+            address=f"127.0.0.1:{port}",
+            url=url,
+            temp_dir=temp_dir,
+            environment=environment,
+            python=python,
         )
     finally:
         process.send_signal(signal.SIGTERM)
@@ -119,7 +164,9 @@ def code_of(head):
     return list(folders.values())
 
 
-def test_a_job_ships_the_code_and_the_cluster_outlives_it(head, tmp_path):
+def test_a_job_ships_the_code_which_precedes_an_older_one_and_the_cluster_outlives_it(
+    head, tmp_path
+):
     shipped = tmp_path / "shipped"
     tracked = subprocess.run(
         ["git", "ls-files", "*.py", "*.json"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -134,8 +181,9 @@ def test_a_job_ships_the_code_and_the_cluster_outlives_it(head, tmp_path):
     submitted = run(
         head,
         tmp_path,
-        *(*RAY, "job", "submit", "--address", head.url, "--working-dir", str(shipped), "--"),
-        *(str(PYTHON), "-m", "cli", "up", "--ray-address", "auto", "--model", str(model)),
+        *(head.python, "-m", "ray.scripts.scripts", "job", "submit", "--address", head.url),
+        *("--working-dir", str(shipped), "--"),
+        *("pagewire", "up", "--ray-address", "auto", "--model", str(model)),
         *("--device", "cpu", "--insecure", "--port", str(port), "--http-port", "0"),
         *("--decode-worker-local-prefill-max-tokens", "0"),
     )
@@ -146,7 +194,7 @@ def test_a_job_ships_the_code_and_the_cluster_outlives_it(head, tmp_path):
     scaled = run(
         head,
         ROOT,
-        *(str(PYTHON), "-m", "cli", "scale", "--decode", "2", "--ray-address", head.address),
+        *(head.python, "-m", "cli", "scale", "--decode", "2", "--ray-address", head.address),
     )
     assert scaled.stdout.splitlines()[-1] == "the cluster has 1 prefill and 2 decode workers", (
         scaled.stderr
@@ -160,5 +208,5 @@ def test_a_job_ships_the_code_and_the_cluster_outlives_it(head, tmp_path):
     assert list(answer.token_ids) == GreedyOracle(model).tokens(PROMPT, 12)
     assert answer.usage.pages_moved > 0
     assert answer.usage.decode_computed_tokens == 0
-    ended = run(head, ROOT, str(PYTHON), "-m", "cli", "down", "--ray-address", head.address)
+    ended = run(head, ROOT, head.python, "-m", "cli", "down", "--ray-address", head.address)
     assert ended.stdout.splitlines()[-1] == "stopped"
