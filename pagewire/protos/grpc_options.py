@@ -27,18 +27,22 @@ MAX_STREAM_AGE_S = 300.0
 # gRPC's own threads send and answer them, even while Python computes or its event loop is late.
 PING_AFTER_MS = 1000  # without data
 PING_TIMEOUT_MS = 2000
-WORKER_CHANNEL_OPTIONS = (  # of channels to workers
-    *MESSAGE_OPTIONS,
+_PINGS = (
     ("grpc.keepalive_time_ms", PING_AFTER_MS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),  # the lower of the two; its default is 60 s
     ("grpc.http2.max_pings_without_data", 0),  # no limit
+)
+WORKER_CHANNEL_OPTIONS = (  # of channels to workers
+    *MESSAGE_OPTIONS,
+    *_PINGS,
     ("grpc.min_reconnect_backoff_ms", PING_TIMEOUT_MS),  # also the longest time to connect
     ("grpc.max_reconnect_backoff_ms", PING_TIMEOUT_MS),  # its default is two minutes
 )
 WORKER_SERVER_OPTIONS = (
     *MESSAGE_OPTIONS,
     *LISTEN_OPTIONS,
+    *_PINGS,  # a prefill worker keeps pages for the decode workers that call it
     # Otherwise a server ends connections pinged this often.
     ("grpc.http2.min_ping_interval_without_data_ms", PING_AFTER_MS // 2),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import grpc
 
-from pagewire.protos.grpc_options import PING_AFTER_MS, PING_TIMEOUT_MS, WORKER_CHANNEL_OPTIONS
+from pagewire.protos.grpc_options import (
+    PING_AFTER_MS,
+    PING_TIMEOUT_MS,
+    WORKER_CHANNEL_OPTIONS,
+    WORKER_SERVER_OPTIONS,
+)
 from router.config import RouterConfig
 from router.membership import WorkerMember
 from router.prefix_index import PrefixIndex
@@ -47,6 +52,18 @@ async def serve():
     await server.wait_for_termination()
 
 asyncio.run(serve())
+"""
+# Its input is an address. It opens a stream and says nothing on it.
+CALLER = """
+import asyncio
+import grpc
+from pagewire.protos.grpc_options import WORKER_CHANNEL_OPTIONS
+
+async def call():
+    async with grpc.aio.insecure_channel(input(), options=WORKER_CHANNEL_OPTIONS) as channel:
+        await channel.stream_stream("/test/Listen")().read()
+
+asyncio.run(call())
 """
 
 
@@ -99,6 +116,52 @@ async def scenario(process: "subprocess.Popen[str]") -> None:
     os.kill(process.pid, signal.SIGCONT)
     await until(registry, "READY", 15)
     await registry.stop()
+
+
+def test_a_worker_loses_the_stream_of_a_caller_whose_process_hangs() -> None:
+    """The pages that it holds for a decode worker are then free."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CALLER],
+        stdin=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    ) as process:
+        try:
+            seconds = asyncio.run(asyncio.wait_for(seconds_until_lost(process), 60))
+        finally:
+            process.kill()
+    assert_within(seconds, 3 * PING_S)
+
+
+async def seconds_until_lost(caller: "subprocess.Popen[str]") -> float:
+    """Stop a caller's process, and return after how long its call ended."""
+    assert caller.stdin is not None
+    called, lost = asyncio.Event(), asyncio.Event()
+
+    async def listen(requests: object, context: object) -> None:
+        called.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            lost.set()
+
+    server = grpc.aio.server(options=WORKER_SERVER_OPTIONS)
+    handler = grpc.stream_stream_rpc_method_handler(listen)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("test", {"Listen": handler}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        caller.stdin.write(f"127.0.0.1:{port}\n")
+        caller.stdin.flush()
+        await called.wait()
+        os.kill(caller.pid, signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        await lost.wait()
+        return time.monotonic() - stopped_at
+    finally:
+        await server.stop(None)
 
 
 async def until(registry: WorkerRegistry, state: str, seconds: float) -> None:
