@@ -135,7 +135,7 @@ def found_router(
     kind = _EndingClient if found.is_stopping else Client
     files = tls_of(tls, authority_file, certificate_file, key_file, server_name)
     if files is None:
-        files = own_client(found.config) if found.config is not None else found.tls
+        files = _own_files(found)
     with kind(
         found.address,
         token=token or found.token,
@@ -149,6 +149,18 @@ def found_router(
             if found.is_stopping:
                 raise Stopping from None
             raise
+
+
+def _own_files(found: FoundRouter) -> Tls | None:
+    if found.config is None:
+        return found.tls
+    try:
+        return own_client(found.config)
+    except ConfigError as error:  # a router keeps what it has read before
+        raise ConfigError(
+            f"{error}; the router at {found.address} may serve nevertheless, with the files as "
+            "they were: mend them, or give your own, such as --authority-file"
+        ) from error
 
 
 class _EndingClient(Client):

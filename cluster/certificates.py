@@ -117,13 +117,15 @@ def own_client(config: ClusterConfig) -> Tls | None:
     They have the routers' certificate as a file, and trust it alone.
 
     Raises:
-        ConfigError: It cannot be used.
+        ConfigError: It cannot be used, or the certificate that they show.
     """
     front, inside = config.front_tls, config.tls
     if not front.is_on:
         return None
     try:
         names = read_pem(front.files(inside)).names
+        if front.client_authority_file:
+            read_pem(inside.files)  # by the names of these options, not those of Tls
     except PemError as error:
         raise ConfigError(str(error)) from error
     tls = Tls(

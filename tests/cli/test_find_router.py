@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -170,3 +171,28 @@ def test_commands_call_with_the_token_of_the_cluster_unless_they_are_given_one(h
         monkeypatch.delenv("PAGEWIRE_TOKEN")
         named = run_main("generate", "x", "--address", host.router_address)
         assert named.stdout == "nobody\n", "an address that is given may be anybody's"
+
+
+@pytest.mark.parametrize("section", ["tls", "front_tls"])
+def test_a_broken_key_of_the_cluster_is_named_and_own_files_still_reach_the_router(
+    host, tmp_path, section
+):
+    authority = Authority(tmp_path)
+    settings = authority.settings(asks_clients=True)
+    host.config = ClusterConfig(tls=settings.inside, front_tls=settings.front)
+    broken = getattr(host.config, section).key_file
+    with serving_in_thread(answer, front_door(settings)) as (host.router_address, _):
+        Path(broken).write_text("-")
+
+        refused = run_main("status", "--once")
+        own = authority.pair("somebody")
+        files = ["--authority-file", authority.file, "--certificate-file", own.certificate_file]
+        served = run_main("status", "--once", *files, "--key-file", own.key_file)
+
+    assert (refused.returncode, refused.stderr.strip()) == (
+        2,
+        f"error: {section}.key_file: {broken} holds no private key in PEM; allowed: a PEM file "
+        f"with a whole private key; the router at {host.router_address} may serve nevertheless, "
+        "with the files as they were: mend them, or give your own, such as --authority-file",
+    )
+    assert served.returncode == 0, served.stderr
