@@ -9,6 +9,7 @@ import json
 import os
 import re
 import reprlib
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,7 +18,6 @@ from operator import index
 from typing import Any, TypeGuard
 
 from pagewire.errors import FieldViolation, InvalidRequestError
-from pagewire.protos.token_ids import pack_token_ids
 
 MAX_UINT32 = 2**32 - 1
 MAX_SEED = 2**64 - 1
@@ -136,17 +136,22 @@ def check_prompt_text(field: str, value: object) -> str:
 
 def check_token_ids(
     field: str, value: object, *, allowed: str = "a sequence of token ids"
-) -> list[int]:
-    """Return token ids from any sequence of integers, including arrays."""
-    token_ids = check_items(field, value, allowed)
-    if set(map(type, token_ids)) <= {int}:
+) -> "array[int]":
+    """Return token ids from any sequence of integers, including arrays; to pack them costs little.
+
+    The array looks at their range in a fifth of the time of Python's own code.
+    """
+    items = check_items(field, value, allowed)
+    if set(map(type, items)) <= {int}:
         with suppress(OverflowError):
-            pack_token_ids(token_ids)  # looks at their range in a fifth of the time of Python's own
-            return token_ids
-    return [
-        _integer(f"{field}[{i}]", token_id, low=0, high=MAX_UINT32)
-        for i, token_id in enumerate(token_ids)
-    ]
+            return array("I", items)
+    return array(
+        "I",
+        (
+            _integer(f"{field}[{i}]", token_id, low=0, high=MAX_UINT32)
+            for i, token_id in enumerate(items)
+        ),
+    )
 
 
 def check_flag(field: str, value: object) -> bool:
@@ -249,7 +254,7 @@ def _stop_token_ids(field: str, value: object) -> list[int]:
     token_ids = check_token_ids(field, value)
     if len(token_ids) > MAX_STOP_TOKENS:
         raise refused(field, f"{len(token_ids)} ids", f"at most {MAX_STOP_TOKENS}")
-    return token_ids
+    return token_ids.tolist()
 
 
 def _constraint(field: str, value: object) -> dict[str, Any]:

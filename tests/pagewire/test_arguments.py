@@ -285,7 +285,7 @@ def test_numbers_of_other_libraries_are_taken():
 
 @pytest.mark.parametrize("ids", [[1, 2], (1, 2), range(1, 3), np.array([1, 2], np.int32)])
 def test_token_ids_may_be_any_sequence_of_integers(ids):
-    assert check_token_ids("prompt.token_ids", ids) == [1, 2]
+    assert check_token_ids("prompt.token_ids", ids).tolist() == [1, 2]
 
 
 def test_one_stop_string_may_stand_alone():
