@@ -8,7 +8,8 @@ core to itself; worker and clients share the others. With --routers, several of 
 clients among themselves, each with a core if there are enough, and count as one. Their CPU time,
 from the first step to the last token, divided by the tokens, is what a token costs; its inverse is
 what a core could take. How late a token is counts from its step in the worker to its arrival in the
-client's code.
+client's code; `after_start_ms` is the same without the first steps, in which all streams begin at
+once.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from benchmarks.stream_processes import (
 )
 
 RUN_TIMEOUT_S = 300.0
+START_STEPS = 10  # the first messages of 256 streams hold up the four or five after them
 CASES = ["1x200", "64x5000", "64x10000", "256x10000", "256x20000", "256x40000"]
 
 
@@ -62,7 +64,7 @@ def run_clients(
         async with AsyncClient(f"{HOST}:{router_port}") as client, asyncio.TaskGroup() as group:
             for each in arrivals:
                 group.create_task(read(client, each))
-        delays = array("d")
+        delays = array("d")  # token by token of a stream, one stream after the other
         for each in arrivals:
             if sum(count for _, _, count in each) != tokens:
                 raise SystemExit("tokens are missing")
@@ -110,16 +112,26 @@ def measure(streams: int, step_s: float, coalesce_ms: float, options: Any) -> di
         used_s = {name: sum(map(cpu_s, each)) - before[name] for name, each in processes.items()}
     num_tokens = streams * tokens
     seconds = max(ended for _, _, ended in told) - times[0]
-    delays_ms = sorted(1000 * delay for delays, _, _ in told for delay in delays)
+    late = [
+        [1000 * delay for delays, _, _ in told for delay in delays[step::tokens]]
+        for step in range(tokens)
+    ]
     return {
         "tokens_per_message": round(num_tokens / sum(messages for _, messages, _ in told), 2),
         "delivered_tokens_per_s": round(num_tokens / seconds),
         "us_per_token": {name: round(1e6 * used / num_tokens, 2) for name, used in used_s.items()},
         "tokens_per_s_of_one_router_core": round(num_tokens / used_s["router"]),
-        "late_ms": {
-            "p50": round(delays_ms[len(delays_ms) // 2], 2),
-            "p99": round(delays_ms[len(delays_ms) * 99 // 100], 2),
-        },
+        "late_ms": _middle_and_end(late),
+        "after_start_ms": _middle_and_end(late[START_STEPS:]),
+    }
+
+
+def _middle_and_end(late: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return percentiles of how late tokens came, given by steps."""
+    delays = sorted(delay for step in late for delay in step)
+    return {
+        "p50": round(delays[len(delays) // 2], 2),
+        "p99": round(delays[len(delays) * 99 // 100], 2),
     }
 
 
