@@ -177,6 +177,9 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=2, help="client processes")
     parser.add_argument("--routers", type=int, default=1, help="router processes")
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument(
+        "--commit", default="", help="commit to record; default: that of this repository"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     from cluster.demo_model import demo_model_dir
@@ -198,7 +201,7 @@ def main() -> None:
             cases.append(case)
             print(json.dumps(case), flush=True)
     result = {
-        **conditions("relay"),
+        **conditions("relay", options.commit),
         "seconds": options.seconds,
         "clients": options.clients,
         "routers": options.routers,
