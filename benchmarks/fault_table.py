@@ -79,10 +79,6 @@ Pauses are those of all streams of a row's runs; other times are the median and 
 - *Moves again*: a new request has moved pages. A killed worker starts anew and loads weights of
   Llama-3.2-1B's shape; a hang lasts ten seconds.
 
-The hangs were measured while workers did not ping their callers. A prefill worker then kept pages
-for a decode worker until that one ran on. Now it does so for about three seconds, which was not
-measured again on GPUs.
-
 Of 77 earlier kills on two H200s, three made the other worker hang
 ([lab book](experiments.md#2026-11-26-two-h200s-and-a-kill-that-hung)). The cause was removed before
 these kills.

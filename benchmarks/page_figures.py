@@ -20,6 +20,8 @@ from benchmarks.serving_figures import bars, disaggregation_charts, hardware_of,
 from benchmarks.stream_statistics import Row
 from benchmarks.tables import (
     ABLATION_RESULTS,
+    MIX_RESULTS,
+    MOVES_RESULT,
     PARTS_RESULT,
     PROFILE_RESULT,
     REPLAY_RESULTS,
@@ -27,6 +29,7 @@ from benchmarks.tables import (
     ROOT,
     SERVED_STEPS_RESULT,
     gateway_rows,
+    mix_rows,
     profile_parts,
     replays_in_time,
     served_step_rows,
@@ -259,12 +262,11 @@ def first_token_parts() -> str:
 
 def engine_time() -> str:
     """What each engine does in the mix."""
-    rows, hardware = _rows_and_hardware([PARTS_RESULT])
+    _, hardware = _rows_and_hardware(MIX_RESULTS)
     kinds = ("prompt_ms", "decode_ms", "mixed_ms", "no_step_ms")
     values = [
         (f"{name} of {row['cluster'].replace('+', ' + ')}", [each[kind] / 1e3 for kind in kinds])
-        for row in rows.values()
-        for name, each in row.get("engines", {}).items()
+        for row, name, each in mix_rows()
     ]
     names = ("prompts", "decodes", "both", "no step")
     return draw(
@@ -274,6 +276,23 @@ def engine_time() -> str:
             values,
             series=tuple(zip(names, COLORS, strict=True)),
             unit="s",
+        )
+    )
+
+
+def served_moves() -> str:
+    """Where the time goes in which pages arrive."""
+    rows, hardware = _rows_and_hardware([MOVES_RESULT])
+    parts = ("device_ms", "wake_ms", "between_ms")
+    return draw(
+        bars(
+            "Pages of a cached prompt that arrive over NVLink: parts of the time",
+            (hardware, "1 + 1 workers, Llama-3-8B's shape, pages of 64 tokens."),
+            [
+                (f"{int(case):,} tokens", [row[part] for part in parts])
+                for case, row in rows.items()
+            ],
+            series=(("copies", BLUE), ("until their end is seen", LIGHT_BLUE), ("between", ORANGE)),
         )
     )
 
@@ -289,6 +308,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "engine-step": engine_step,
     "step-profile": step_profile,
     "served-steps": served_steps,
+    "served-moves": served_moves,
     "first-token-parts": first_token_parts,
     "engine-time": engine_time,
     "linear-h100": linear,

@@ -41,12 +41,15 @@ REPLAY_RESULTS = {
     for limit_ms in (30, 45, 0)
 }
 PARTS_RESULT = "first-token-parts-h100-x2.json"
+MIX_RESULTS = (PARTS_RESULT, "first-token-parts-h100.json")
+MOVES_RESULT = "served-moves-h100-x2.json"
 POOL_ARMS = ("disaggregated", "aggregated")
 # Columns of a table: heading |-> file and arm
 ITL_RESULTS = {
     "1 + 1, H200": (POOLS_RESULT, "disaggregated"),
     "0 + 2, H200": (POOLS_RESULT, "aggregated"),
     "1 + 1, H100": ("itl-h100-x4.json", "disaggregated"),
+    "0 + 2, H100": ("itl-unlimited-h100-x2.json", "aggregated"),
     "0 + 2, 30 ms, H100": ("itl-30ms-h100-x4.json", "aggregated"),
     "0 + 2, 45 ms, H100": ("itl-45ms-h100-x4.json", "aggregated"),
 }
@@ -337,10 +340,38 @@ def engine_time() -> str:
                 _ms(row["ms"] / 1e3),
                 _ms(row["traced_ms"] / 1e3),
             )
-            for row in _rows_of(PARTS_RESULT).values()
-            for name, each in row.get("engines", {}).items()
+            for row, name, each in mix_rows()
         ),
         num_text=2,
+    )
+
+
+def mix_rows() -> Iterator[tuple[Row, str, Row]]:
+    """Yield measurements of the mix, and each of their engines with its name."""
+    for file in MIX_RESULTS:
+        for row in _rows_of(file).values():
+            for name, each in row.get("engines", {}).items():
+                yield row, name, each
+
+
+def served_moves() -> str:
+    """Where the time goes in which pages arrive."""
+    parts = ("receive_ms", "device_ms", "wake_ms", "between_ms")
+    return table(
+        (
+            *("tokens of the prompt", "chunks", "arriving, ms", "copies, ms", "their end, ms"),
+            *("between copies, ms", "arriving, GB/s", "copies, GB/s"),
+        ),
+        (
+            (
+                f"{int(case):,}",
+                str(row["chunks"]),
+                *(_ms(row[part]) for part in parts),
+                *(f"{row[name]:,.0f}" for name in ("gb_per_s", "device_gb_per_s")),
+            )
+            for case, row in _rows_of(MOVES_RESULT).items()
+        ),
+        num_text=0,
     )
 
 
@@ -468,6 +499,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "served-steps": served_steps,
     "ablation": ablation,
     "transfers": transfers,
+    "served-moves": served_moves,
     "first-token-parts": first_token_parts,
     "engine-time": engine_time,
     "decode-attention": decode_attention,

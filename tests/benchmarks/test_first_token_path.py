@@ -119,6 +119,7 @@ def test_tables_show_the_parts_of_each_request_and_the_time_of_each_engine(
     ]
     (tmp_path / tables.PARTS_RESULT).write_text(json.dumps({"cases": rows}))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "MIX_RESULTS", (tables.PARTS_RESULT,))
 
     first, last, alone = cells(tables.first_token_parts())
     [of_engine] = cells(tables.engine_time())
