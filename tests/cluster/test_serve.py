@@ -20,28 +20,49 @@ from tests.support.reflection import services_of
 pytestmark = pytest.mark.xdist_group("ray")
 
 
+def test_demo_shows_a_disaggregated_cluster_that_answers_questions():
+    model = demo_model_dir()
+
+    shown = demo("--model", str(model), "--prefill", "1", "--decode", "1")
+
+    assert model.name in shown
+    check_waves(shown)
+
+
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "workers",
-    [("--prefill", "1", "--decode", "1"), pytest.param((), marks=pytest.mark.thorough)],
+    [("--prefill", "1", "--decode", "1"), ()],
     ids=["1 + 1", "as many as it chooses"],
 )
-def test_demo_shows_a_disaggregated_cluster_that_answers_questions(workers):
+def test_answers_of_the_demo_with_its_trained_model_are_right(workers):
+    shown = demo(*workers)
+
+    assert "SmolLM2-135M-Instruct" in shown
+    for answer in ("Agnes Thorne", "whale oil", "21 miles", "in Paris", "silver medal"):
+        assert shown.count(answer) == 2, "in both waves"
+    check_waves(shown)
+
+
+def demo(*arguments):
+    """Return what the demo prints."""
     result = subprocess.run(
-        [sys.executable, "-m", "cli", "demo", "--device", "cpu", *workers],
+        [sys.executable, "-m", "cli", "demo", "--device", "cpu", *arguments],
         capture_output=True,
         text=True,
         timeout=290,
         env=os.environ | {"COLUMNS": "140"},
     )
-
     assert result.returncode == 0, result.stderr
-    assert "SmolLM2-135M-Instruct" in result.stdout
-    for answer in ("Agnes Thorne", "whale oil", "21 miles", "in Paris", "silver medal"):
-        assert result.stdout.count(answer) == 2, "in both waves"
-    moved = re.search(r"first wave moved (\d+) pages, the second (\d+)", result.stdout)
-    assert int(moved[1]) > int(moved[2])
-    assert "stopped" in result.stdout
+    return result.stdout
+
+
+def check_waves(shown):
+    """Check that pages moved, the document's in the first wave alone, and that all ended."""
+    moved = re.search(r"first wave moved (\d+) pages, the second (\d+)", shown)
+    assert int(moved[1]) > int(moved[2]) > 0
+    assert "stopped" in shown
 
 
 def test_serve_answers_with_fewer_pages_than_context_and_stops_cleanly():
