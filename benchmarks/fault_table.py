@@ -46,6 +46,8 @@ counts as wrong.
 |---|--:|--:|--:|--:|--:|--:|--:|
 """
 END = """
+![Pauses of streams after a fault on CPUs, on a logarithmic axis](figures/faults.svg)
+
 - *Pause*: the longest time that any stream of a run waited for a token. Runs without a fault show
   the machine's own share.
 - *First token*: the longest time to first token of the requests that arrived after the fault.

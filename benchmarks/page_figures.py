@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bar_chart import draw
+from benchmarks.fault_cases import FAULTS
+from benchmarks.fault_table import FAULTS_RESULT
 from benchmarks.figures import BLUE, LIGHT_BLUE, ORANGE, RED
 from benchmarks.measured_host import in_short
 from benchmarks.serving_figures import bars, disaggregation_charts, hardware_of, serving_charts
@@ -197,6 +199,25 @@ def kills() -> str:
     return draw(charts["kill"])
 
 
+def faults() -> str:
+    """How long streams pause after a fault of a cluster on CPUs."""
+    content = _content(FAULTS_RESULT)
+    order = list(FAULTS)
+    rows = sorted(content["cases"], key=lambda row: order.index(row["case"]))  # as in the table
+    return draw(
+        bars(
+            "The longest pause of any stream of a run, logarithmic (shorter is better)",
+            (
+                f"{content['hardware']['cores']} CPU cores, {rows[0]['times']} runs of each fault.",
+                "Four hosts, in namespaces; hangs, cuts and losses of power last 10 s or longer.",
+            ),
+            [(row["case"], [row["pause_ms_p50"], row["pause_ms_p99"]]) for row in rows],
+            series=(("p50", BLUE), ("p99", LIGHT_BLUE)),
+            is_logarithmic=True,
+        )
+    )
+
+
 def ablation() -> str:
     """What delta transfer and cascade attention are worth."""
     charts = dict(disaggregation_charts(*_rows_and_hardware(ABLATION_RESULTS)))
@@ -287,12 +308,12 @@ def served_moves() -> str:
     return draw(
         bars(
             "Pages of a cached prompt that arrive over NVLink: parts of the time",
-            (hardware, "1 + 1 workers, Llama-3-8B's shape, pages of 64 tokens."),
+            (hardware, "1 + 1 workers, pages of 64 tokens."),
             [
                 (f"{int(case):,} tokens", [row[part] for part in parts])
                 for case, row in rows.items()
             ],
-            series=(("copies", BLUE), ("until their end is seen", LIGHT_BLUE), ("between", ORANGE)),
+            series=(("copies", BLUE), ("end seen", LIGHT_BLUE), ("between", ORANGE)),
         )
     )
 
@@ -315,6 +336,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "relay": relay,
     "gateway": gateway,
     "kills": kills,
+    "faults": faults,
 }
 
 
