@@ -42,7 +42,7 @@ def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decode_worker.scheduler.ADMISSION_WINDOW", 2)
 
 
-@pytest.mark.parametrize("max_examples", [60, pytest.param(1000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("max_examples", [100, pytest.param(1000, marks=pytest.mark.thorough)])
 def test_state_machine(max_examples: int) -> None:
     SchedulerMachine.seen.clear()
     run_state_machine_as_test(
