@@ -11,27 +11,17 @@ loops of both workers to the beginning of the next chunk's copies.
 """
 
 import json
-import tempfile
 from functools import partial
 from pathlib import Path
 
 from benchmarks.altered_workers import Alteration
-from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_chosen, selected
+from benchmarks.case_runs import CaseFailed, Run
 from benchmarks.move_times import MoveTimes
 from benchmarks.prompts import wave
-from benchmarks.run_arguments import (
-    arguments,
-    cluster_options,
-    end_in_order,
-    model_of,
-    results_of,
-)
-from benchmarks.served_cluster import ClusterSpec
-from benchmarks.serving_matrix import warm_up
 from benchmarks.stream_statistics import Row
+from benchmarks.timed_workers import run_timed
 
 LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768)  # tokens
-PAIR = "1+1, timed"
 REPEATS = 10
 
 
@@ -90,37 +80,16 @@ def moves(length: int, folder: Path, run: Run) -> Row:
 
 def main() -> None:
     """Run from the command line."""
-    options = arguments(__doc__).parse_args()
-    names = {str(length): length for length in LENGTHS}
-    chosen = selected(list(names), options.cases)
-    if options.list:
-        print("\n".join(chosen))
-        return
-    end_in_order()
-    clock = Clock(options.deadline_s, options.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        spec = ClusterSpec(
-            model=model_of(options),
-            prefill=1,
-            decode=1,
-            device=options.device,
-            options=cluster_options(options),
-            altered=Alteration(moves_again=True, scatters_pages=True, times_moves_to=folder),
-        )
-        results = results_of(options, "served_moves", {PAIR: spec})
-        cases = [
-            Case(name=name, cluster=PAIR, measure=partial(moves, names[name], Path(folder)))
-            for name in chosen
-        ]
-        run_chosen(
-            chosen,
-            cases,
-            {PAIR: spec},
-            results,
-            options=options,
-            clock=clock,
-            warm_up=warm_up,
-        )
+    run_timed(
+        __doc__,
+        "served_moves",
+        {str(length): partial(moves, length) for length in LENGTHS},
+        cluster="1+1, timed",
+        prefill=1,
+        alteration=lambda folder: Alteration(
+            moves_again=True, scatters_pages=True, times_moves_to=folder
+        ),
+    )
 
 
 if __name__ == "__main__":

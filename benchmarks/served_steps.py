@@ -9,23 +9,15 @@ start; `late` is the share of steps before which the device waited for more than
 """
 
 import json
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from benchmarks.altered_workers import Alteration
-from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_chosen, selected
-from benchmarks.run_arguments import (
-    arguments,
-    cluster_options,
-    end_in_order,
-    model_of,
-    results_of,
-)
-from benchmarks.served_cluster import ClusterSpec
-from benchmarks.serving_matrix import AGGREGATED, DECODE, decode, warm_up
+from benchmarks.case_runs import CaseFailed, Run
+from benchmarks.serving_matrix import AGGREGATED, DECODE, decode
 from benchmarks.stream_statistics import Row, percentile
+from benchmarks.timed_workers import run_timed
 
 LATE_MS = 0.1
 
@@ -69,37 +61,14 @@ def served(streams: int, context: int, folder: Path, run: Run) -> Row:
 
 def main() -> None:
     """Run from the command line."""
-    options = arguments(__doc__).parse_args()
-    names = {f"{streams}@{context}": (streams, context) for streams, context in DECODE}
-    chosen = selected(list(names), options.cases)
-    if options.list:
-        print("\n".join(chosen))
-        return
-    end_in_order()
-    clock = Clock(options.deadline_s, options.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        spec = ClusterSpec(
-            model=model_of(options),
-            prefill=0,
-            decode=1,
-            device=options.device,
-            options=cluster_options(options),
-            altered=Alteration(times_steps_to=folder),
-        )
-        results = results_of(options, "served_steps", {AGGREGATED: spec})
-        cases = [
-            Case(name=name, cluster=AGGREGATED, measure=partial(served, *names[name], Path(folder)))
-            for name in chosen
-        ]
-        run_chosen(
-            chosen,
-            cases,
-            {AGGREGATED: spec},
-            results,
-            options=options,
-            clock=clock,
-            warm_up=warm_up,
-        )
+    run_timed(
+        __doc__,
+        "served_steps",
+        {f"{streams}@{context}": partial(served, streams, context) for streams, context in DECODE},
+        cluster=AGGREGATED,
+        prefill=0,
+        alteration=lambda folder: Alteration(times_steps_to=folder),
+    )
 
 
 if __name__ == "__main__":
