@@ -53,7 +53,7 @@ from benchmarks.damaging_sender import (
     make_transport,
     page_sums,
 )
-from benchmarks.measured_host import conditions
+from benchmarks.measured_host import add_commit, conditions
 from benchmarks.page_damage import KINDS, Damage
 from benchmarks.prompts import Seeds, token_ids
 from benchmarks.result_file import ResultFile, say
@@ -387,9 +387,7 @@ def main() -> None:
         "--transport", default="", help="name of the transport; default: the best of these devices"
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--commit", default="", help="commit to record; default: that of this repository"
-    )
+    add_commit(parser)
     options = parser.parse_args()
     try:
         count, configuration = measure(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from benchmarks.case_runs import selected
-from benchmarks.measured_host import conditions
+from benchmarks.measured_host import add_commit, conditions
 from benchmarks.result_file import write_result
 from kv_cache.layout import num_pages_for
 from llm_engine.engine import Engine
@@ -287,7 +287,7 @@ def main_of(
     parser.add_argument("--cases", nargs="+", default=["*"], help="patterns of names")
     parser.add_argument("--repetitions", type=int, default=repetitions)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", default="", help="where there is no repository to ask")
+    add_commit(parser)
     options = parser.parse_args()
     engine = load_engine(
         options.model, page_size=options.page_size, num_pages=options.num_pages, device="cuda"

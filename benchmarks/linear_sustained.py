@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from attn_kernels.linear.launch import linear
 from benchmarks.linear import NUM_LAYERS, TORCH, WEIGHTS, Bench
-from benchmarks.measured_host import conditions, nvidia_smi
+from benchmarks.measured_host import add_commit, conditions, nvidia_smi
 from benchmarks.result_file import write_result
 
 NUM_ROWS = (512, 2048)
@@ -93,7 +93,7 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", default="", help="where there is no repository to ask")
+    add_commit(parser)
     options = parser.parse_args()
     bench = Bench(repetitions=1)
     cases = []

@@ -1,5 +1,6 @@
 """What a run of a benchmark depends on: command, hardware, versions, commit, file cache."""
 
+import argparse
 import os
 import platform
 import subprocess
@@ -60,6 +61,13 @@ def versions() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+def add_commit(parser: argparse.ArgumentParser) -> None:
+    """Let a command be told the commit that `conditions` records."""
+    parser.add_argument(
+        "--commit", default="", help="commit to record; default: that of this repository"
+    )
 
 
 def commit() -> str:

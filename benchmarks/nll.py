@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measured_host import conditions
+from benchmarks.measured_host import add_commit, conditions
 from benchmarks.result_file import ResultFile
 from benchmarks.stream_statistics import Row
 from cli.demo_text import DOCUMENT
@@ -135,9 +135,7 @@ def main() -> None:
     parser.add_argument(
         "--text", type=Path, help="file with the text; default: the demo's document"
     )
-    parser.add_argument(
-        "--commit", default="", help="commit to record; default: that of this repository"
-    )
+    add_commit(parser)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     text = options.text.read_text(encoding="utf-8") if options.text else DOCUMENT

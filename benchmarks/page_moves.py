@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measured_host import conditions, num_gpus
+from benchmarks.measured_host import add_commit, conditions, num_gpus
 from benchmarks.result_file import ResultFile, say
 from benchmarks.stream_statistics import Row
 
@@ -202,9 +202,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--pages", type=int, nargs="+", default=[1, 16, 128, 512])
     parser.add_argument("--page-kib", type=int, nargs="+", default=[256, 8192])
-    parser.add_argument(
-        "--commit", default="", help="commit to record; default: that of this repository"
-    )
+    add_commit(parser)
     options = parser.parse_args()
     gpus = num_gpus()
     devices = ["cpu", "cpu"] if not gpus else ["cuda:0", "cuda:1" if gpus > 1 else "cuda:0"]

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.measured_host import conditions
+from benchmarks.measured_host import add_commit, conditions
 from benchmarks.result_file import write_result
 from benchmarks.stream_processes import (
     HOST,
@@ -38,6 +38,7 @@ from benchmarks.stream_processes import (
     run_worker,
     started,
 )
+from benchmarks.stream_statistics import percentile
 
 RUN_TIMEOUT_S = 300.0
 START_STEPS = 10  # the first messages of 256 streams hold up the four or five after them
@@ -121,18 +122,15 @@ def measure(streams: int, step_s: float, coalesce_ms: float, options: Any) -> di
         "delivered_tokens_per_s": round(num_tokens / seconds),
         "us_per_token": {name: round(1e6 * used / num_tokens, 2) for name, used in used_s.items()},
         "tokens_per_s_of_one_router_core": round(num_tokens / used_s["router"]),
-        "late_ms": _middle_and_end(late),
-        "after_start_ms": _middle_and_end(late[START_STEPS:]),
+        "late_ms": _percentiles(late),
+        "after_start_ms": _percentiles(late[START_STEPS:]),
     }
 
 
-def _middle_and_end(late: Sequence[Sequence[float]]) -> dict[str, float]:
+def _percentiles(late: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return percentiles of how late tokens came, given by steps."""
-    delays = sorted(delay for step in late for delay in step)
-    return {
-        "p50": round(delays[len(delays) // 2], 2),
-        "p99": round(delays[len(delays) * 99 // 100], 2),
-    }
+    delays = [delay for step in late for delay in step]
+    return {f"p{percent}": round(percentile(delays, percent), 2) for percent in (50, 99)}
 
 
 def _pin(router_pids: Sequence[int | None], other_pids: Sequence[int | None]) -> None:
@@ -177,9 +175,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=2, help="client processes")
     parser.add_argument("--routers", type=int, default=1, help="router processes")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument(
-        "--commit", default="", help="commit to record; default: that of this repository"
-    )
+    add_commit(parser)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     from cluster.demo_model import demo_model_dir

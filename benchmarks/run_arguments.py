@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from benchmarks.checkpoint_shapes import SHAPES, ensure_random_checkpoint
-from benchmarks.measured_host import conditions
+from benchmarks.measured_host import add_commit, conditions
 from benchmarks.result_file import Derive, ResultFile, say
 from benchmarks.served_cluster import OPTIONS, ClusterSpec
 from benchmarks.stream_statistics import Row
@@ -84,9 +84,7 @@ def cluster_arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--scale", choices=sorted(SCALES), default="full")
     parser.add_argument("--clients", type=int, default=8, help="client processes")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--commit", default="", help="commit to record; default: that of this repository"
-    )
+    add_commit(parser)
     return parser
 
 

@@ -12,14 +12,13 @@ loops of both workers to the beginning of the next chunk's copies.
 
 import json
 from functools import partial
-from pathlib import Path
 
 from benchmarks.altered_workers import Alteration
 from benchmarks.case_runs import CaseFailed, Run
 from benchmarks.move_times import MoveTimes
 from benchmarks.prompts import wave
 from benchmarks.stream_statistics import Row
-from benchmarks.timed_workers import run_timed
+from benchmarks.timed_workers import Written, run_timed
 
 LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768)  # tokens
 REPEATS = 10
@@ -27,8 +26,14 @@ REPEATS = 10
 
 def parts_of(chunks: list[MoveTimes]) -> Row:
     """Return where the time of one transfer went, ms; chunks in order."""
-    begun = [max(chunk.posted_s, last) for chunk, last in _after_last(chunks)]
-    receive_s = sum(chunk.received_s - at for chunk, at in zip(chunks, begun, strict=True))
+    ends = [
+        0.0,
+        *(chunk.received_s for chunk in chunks),
+    ]  # of those posted at once, one is received
+    receive_s = sum(
+        chunk.received_s - max(chunk.posted_s, end)
+        for chunk, end in zip(chunks, ends, strict=False)
+    )
     device_ms = sum(chunk.device_ms for chunk in chunks)
     copy_ms = 1e3 * sum(chunk.copied_s - chunk.begun_s for chunk in chunks)
     return {
@@ -40,26 +45,16 @@ def parts_of(chunks: list[MoveTimes]) -> Row:
     }
 
 
-def _after_last(chunks: list[MoveTimes]) -> list[tuple[MoveTimes, float]]:
-    ends = [0.0, *(chunk.received_s for chunk in chunks)]
-    return list(zip(chunks, ends, strict=False))
-
-
-def moves(length: int, folder: Path, run: Run) -> Row:
+def moves(length: int, written: Written, run: Run) -> Row:
     """Move a prompt's pages again and again, and read what its worker wrote meanwhile."""
     specs = wave(run.seeds, 1, unique=run.sizes.tokens(length))
     run.wave(specs)
+    written.text()
     transfers = []
     waves = []
     for _ in range(REPEATS + 1):
-        seen = {path: path.stat().st_size for path in folder.glob("*.moves")}
         waves.append(run.wave(specs))
-        lines = []
-        for path, size in seen.items():
-            with path.open(encoding="utf-8") as file:
-                file.seek(size)
-                lines += file.read().splitlines()
-        chunks = [MoveTimes(**json.loads(line)) for line in lines]
+        chunks = [MoveTimes(**json.loads(line)) for line in written.text().splitlines()]
         transfers.append((sum(chunk.num_bytes for chunk in chunks), len(chunks), parts_of(chunks)))
     work = run.check_waves(waves[1:])
     (num_bytes, num_chunks, _), *_ = transfers

@@ -11,13 +11,12 @@ start; `late` is the share of steps before which the device waited for more than
 import json
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from benchmarks.altered_workers import Alteration
 from benchmarks.case_runs import CaseFailed, Run
 from benchmarks.serving_matrix import AGGREGATED, DECODE, decode
 from benchmarks.stream_statistics import Row, percentile
-from benchmarks.timed_workers import run_timed
+from benchmarks.timed_workers import Written, run_timed
 
 LATE_MS = 0.1
 
@@ -46,14 +45,11 @@ def summary(steps: Sequence[tuple[float, float]]) -> Row:
     }
 
 
-def served(streams: int, context: int, folder: Path, run: Run) -> Row:
+def served(streams: int, context: int, written: Written, run: Run) -> Row:
     """Run a case of the matrix, and read what its worker wrote meanwhile."""
-    (path,) = folder.glob("*.steps")
-    seen = path.stat().st_size
+    written.text()
     row = decode(streams, context, run)
-    with path.open(encoding="utf-8") as file:
-        file.seek(seen)
-        steps = steps_of(file.read(), run.sizes.streams(streams))
+    steps = steps_of(written.text(), run.sizes.streams(streams))
     if not steps:
         raise CaseFailed("no step had all streams", row)
     return row | summary(steps)

@@ -18,7 +18,26 @@ from benchmarks.served_cluster import ClusterSpec
 from benchmarks.serving_matrix import warm_up
 from benchmarks.stream_statistics import Row
 
-Measure = Callable[[Path, Run], Row]  # reads what workers wrote to the folder meanwhile
+
+class Written:
+    """What workers write to the files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}  # |-> bytes of it
+
+    def text(self) -> str:
+        """Return what was written since the last call, file by file."""
+        found = []
+        for path in sorted(self._folder.iterdir()):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                found.append(file.read())
+                self._read[path] = file.tell()
+        return b"".join(found).decode()
+
+
+Measure = Callable[[Written, Run], Row]  # reads what workers write meanwhile
 
 
 def run_timed(
@@ -48,6 +67,7 @@ def run_timed(
     end_in_order()
     clock = Clock(options.deadline_s, options.seed)
     with tempfile.TemporaryDirectory() as folder:
+        written = Written(Path(folder))
         clusters = {
             cluster: ClusterSpec(
                 model=model_of(options),
@@ -61,7 +81,7 @@ def run_timed(
         run_chosen(
             chosen,
             [
-                Case(name=name, cluster=cluster, measure=partial(measure, Path(folder)))
+                Case(name=name, cluster=cluster, measure=partial(measure, written))
                 for name, measure in cases.items()
             ],
             clusters,
