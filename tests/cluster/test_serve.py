@@ -20,7 +20,7 @@ from tests.support.reflection import services_of
 pytestmark = pytest.mark.xdist_group("ray")
 
 
-def test_demo_shows_a_disaggregated_cluster_that_answers_questions():
+def test_demo_shows_a_disaggregated_cluster():
     model = demo_model_dir()
 
     shown = demo("--model", str(model), "--prefill", "1", "--decode", "1")

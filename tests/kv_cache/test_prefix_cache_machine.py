@@ -31,7 +31,7 @@ SETTINGS = settings(
 )
 
 
-@pytest.mark.parametrize("max_examples", [50, pytest.param(1500, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("max_examples", [80, pytest.param(1500, marks=pytest.mark.thorough)])
 def test_cache_agrees_with_the_oracle(max_examples: int) -> None:
     run_state_machine_as_test(CacheMachine, settings=settings(SETTINGS, max_examples=max_examples))
 
