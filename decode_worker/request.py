@@ -68,6 +68,7 @@ class Request:
 
     span: NoSpan = NO_SPAN
     arrival: int = -1  # 0, 1, 2 ...; the age by which pages and places are given
+    arrived_s: float = 0.0  # engine time before it arrived
     choices: list["Choice"] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
     passes_s: float = 0.0  # engine time of the passes here that computed some of its prompt
@@ -168,6 +169,15 @@ class PrefillGroup:
     @property
     def age(self) -> tuple[int, int]:
         return self.choices[0].age
+
+    @property
+    def arrived_s(self) -> float:
+        return self.request.arrived_s
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that no step has been launched for."""
+        return len(self.tokens) - self.num_computed - self.num_launched
 
     @property
     def is_ended(self) -> bool:

@@ -9,7 +9,8 @@ request.py for the life of a choice.
 A group waits while its prefix is being computed or received for another one, so that nothing is
 computed or moved twice. It is parked under the page that it waits for and delays no other group.
 
-The older request goes first in everything. When pages run out, the youngest gives its pages back
+The older request goes first in everything but one thing: prompts that are computed here take turns
+(see worker.prompt_order). When pages run out, the youngest gives its pages back
 and is prefilled again later (mostly from the cache, since its full pages stay in the tree), so the
 oldest always goes on. A request that could proceed only by preempting an older one keeps its pages
 and waits. No request holds pages while it waits for another waiting request, except for transfers,
@@ -48,6 +49,7 @@ from worker.identity import ModelInfo, WorkerIdentity
 from worker.load import WorkerTotals
 from worker.parking import Parking
 from worker.prompt_chunk import next_chunk, next_chunks
+from worker.prompt_order import in_turn
 from worker.suspects import SuspectTurns
 
 HolderT = TypeVar("HolderT", Choice, PrefillGroup)
@@ -129,6 +131,7 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Take a request that `admission.check_request` accepts."""
         request.arrival = self._num_arrivals
+        request.arrived_s = self.totals.steps_s
         self._num_arrivals += 1
         self._cache.limit(request.salt, request.cache_share)
         request.choices = [
@@ -180,7 +183,7 @@ class Scheduler:
             started=started,
             extended=extended,
             decodes=tuple(decodes),
-            chunks=next_chunks(computing, chunk_tokens),
+            chunks=next_chunks(self._in_turn(computing), chunk_tokens),
             receives=receives,
             is_partial=self._is_admission_due and not is_short,
         )
@@ -536,6 +539,11 @@ class Scheduler:
                 receives.append(group)
         self._is_admission_due = bool(self._waiting)  # the next step looks at more
         return receives
+
+    def _in_turn(self, groups: Iterable[PrefillGroup]) -> list[PrefillGroup]:
+        """Return groups in the order in which they are computed."""
+        limit_s = self._config.max_overtaken_s
+        return in_turn(groups, now_s=self.totals.steps_s, max_overtaken_s=limit_s)
 
     def _num_active(self) -> int:
         groups = itertools.chain(self._receiving, self._computing, self._joining)

@@ -21,9 +21,6 @@ class PrefillConfig(HostConfig):
     max_queued_prompts: int = option(
         1024, "Waiting prompts; more are refused before any work.", at_least=1
     )
-    max_overtakes: int = option(
-        8, "Later prompts that may be admitted before a waiting one.", at_least=0
-    )
     chunk_pages: int = option(
         16,
         "Fewest pages handed to the transfer at a time; a prompt's last may be fewer.",

@@ -43,10 +43,10 @@ class Prompt:
     traceparent: str = ""  # of the receiver's span; empty: not traced
 
     arrival: int = -1  # 0, 1, 2 ...
-    num_overtakes: int = 0  # later prompts that were admitted before this one
+    arrived_s: float = 0.0  # engine time before it arrived
     state: PromptState = PromptState.WAITING
     pages: SequencePages | None = None  # while COMPUTING
-    num_cached: int = 0  # tokens found in the cache
+    num_cached: int = 0  # tokens found in the cache; while WAITING as of the last look
     num_computed: int = 0  # tokens whose K and V are in the pages, cached ones included
     num_launched: int = 0  # tokens after them that steps in flight compute
     num_in_flight: int = 0  # steps in flight that touch its pages
@@ -57,6 +57,11 @@ class Prompt:
     is_ended: bool = False  # cancelled or failed; freed when no step in flight touches its pages
 
     awaits_masks: ClassVar[bool] = False  # its mask comes with it
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that no step has been launched for, without those found in the cache."""
+        return len(self.tokens) - max(self.num_cached, self.num_computed + self.num_launched)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,17 +4,16 @@ Pure: no clock, no task, no engine. The step loop calls `next_step`, launches th
 with `complete_step`, after `end_undrawn`, or with `fail_step`. In between, no page that the plan
 touches is released, and further steps may be planned.
 
-Order: the prompt with the longest cached prefix goes first, because it costs least and its pages
-may be evicted if it waits; but a runnable prompt is passed over at most `max_overtakes` times. A
-prompt whose next pages are being computed for another one waits for them, so nothing is computed
-twice; it is parked at the page that it waits for and delays no other prompt. An admitted prompt
-holds all pages that it will ever need: no two half-finished prompts wait for each other.
+Order: mostly the prompt goes first of which least is left to compute (see worker.prompt_order),
+when pages are given and again in each step. A prompt whose next pages are being computed for
+another one waits for them, so nothing is computed twice; it is parked at the page that it waits for
+and delays no other prompt. An admitted prompt holds all pages that it will ever need: no two
+half-finished prompts wait for each other.
 """
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from kv_cache.errors import OutOfPages
 from kv_cache.layout import num_pages_for
@@ -32,28 +31,12 @@ from prefill_worker.step_plan import Chunk, StepPlan
 from worker.load import WorkerTotals
 from worker.parking import Parking
 from worker.prompt_chunk import next_chunks
+from worker.prompt_order import in_turn
 from worker.suspects import SuspectTurns
 
-ADMISSION_WINDOW = 16  # waiting prompts among which the next is chosen
-MAX_LOOKS = 64  # matches in one step; bounds the cost of a long queue
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Runnable:
-    """A waiting prompt that computes nothing twice if it is admitted now."""
-
-    prompt: Prompt
-    num_cached_pages: int
-
-
-def pick_next(runnable: Sequence[Runnable], max_overtakes: int) -> Prompt | None:
-    """Return the prompt to admit; `runnable` has the oldest first."""
-    for each in runnable:
-        if each.prompt.num_overtakes >= max_overtakes:
-            return each.prompt
-    # max returns the first of equals: the oldest.
-    best = max(runnable, key=lambda each: each.num_cached_pages, default=None)
-    return best.prompt if best else None
+# Both bound the cost of a long queue.
+NUM_REFRESHED = 16  # oldest waiting prompts that are looked up again before any is chosen
+MAX_LOOKS = 64  # chosen ones that are looked up in one step
 
 
 class Scheduler:
@@ -93,10 +76,10 @@ class Scheduler:
     def submit(self, prompt: Prompt) -> None:
         """Queue a prompt that `admission.check_prompt` accepts."""
         prompt.arrival = next(self._arrivals)
+        prompt.arrived_s = self.totals.steps_s
         prompt.num_handed_pages = prompt.first_page
         self._cache.limit(prompt.salt, prompt.cache_share)
-        self._waiting.append(prompt)
-        self._is_admission_due = True
+        self._wait(prompt)
 
     def end(self, prompt: Prompt) -> None:
         """Cancel or fail a prompt: no later step computes it, and then its pages are freed."""
@@ -114,14 +97,13 @@ class Scheduler:
         """Free ended prompts, admit, and plan the next step, which may be empty."""
         self.free_ended()
         for prompt in self._parked.take_woken():
-            bisect.insort(self._waiting, prompt, key=lambda each: each.arrival)
-            self._is_admission_due = True
+            self._wait(prompt)
         admitted = self._admit() if self._is_admission_due else []
         ready = [each for prompt in admitted for each in self._hand_over(prompt)]
         takes_part = self._turns.next_pass(self._computing)
         computing = [prompt for prompt in self._computing if takes_part(prompt)]
         plan = StepPlan(
-            chunks=next_chunks(computing, self._config.max_step_tokens),
+            chunks=next_chunks(self._in_turn(computing), self._config.max_step_tokens),
             ready=tuple(ready),
             is_partial=self._is_admission_due,
         )
@@ -200,43 +182,49 @@ class Scheduler:
             self.end(prompt)
         return ended
 
+    def _wait(self, prompt: Prompt) -> None:
+        """Queue a prompt by its arrival, and note how much of it is cached."""
+        bisect.insort(self._waiting, prompt, key=lambda each: each.arrival)
+        self._match_or_park(prompt)
+        self._is_admission_due = True
+
+    def _in_turn(self, prompts: Iterable[Prompt]) -> list[Prompt]:
+        """Return prompts in the order in which they are computed."""
+        limit_s = self._config.max_overtaken_s
+        return in_turn(prompts, now_s=self.totals.steps_s, max_overtaken_s=limit_s)
+
     def _admit(self) -> list[Prompt]:
         """Give pages to waiting prompts, and park those whose prefix is being computed."""
         admitted: list[Prompt] = []
-        window: list[Runnable] = []  # of the first waiting prompts
-        num_looks = 0
+        most = self._config.max_computing_prompts
         self._is_admission_due = False
-        while len(self._computing) < self._config.max_computing_prompts:
-            while len(window) < min(ADMISSION_WINDOW, len(self._waiting)):
-                if num_looks == MAX_LOOKS:
-                    self._is_admission_due = True  # the next step looks at more
-                    return admitted
-                num_looks += 1
-                prompt = self._waiting[len(window)]
-                if (match := self._match_or_park(prompt)) is not None:
-                    window.append(Runnable(prompt=prompt, num_cached_pages=match.num_ready_pages))
-            picked = pick_next(window, self._config.max_overtakes)
-            if picked is None:
-                break
-            window = [each for each in window if each.prompt is not picked]
-            # One admitted just now may be computing its prefix.
-            match = self._match_or_park(picked)
+        if len(self._computing) == most:
+            return admitted
+        for prompt in self._waiting[:NUM_REFRESHED]:
+            self._match_or_park(prompt)
+        num_waiting = len(self._waiting)
+        for prompt in self._in_turn(self._waiting)[:MAX_LOOKS]:
+            if len(self._computing) == most:
+                return admitted
+            num_left = prompt.num_left
+            match = self._match_or_park(prompt)  # one admitted just now may compute its prefix
             if match is None:
                 continue
-            if not self._reserve(picked, match):
-                break  # other prompts must not take the pages that this one waits for
-            self._waiting.remove(picked)
-            self._computing.append(picked)
-            for other in self._waiting:
-                if other.arrival > picked.arrival:
-                    break
-                other.num_overtakes += 1
-            admitted.append(picked)
+            if prompt.num_left > num_left:  # its pages were evicted: others may go first
+                self._is_admission_due = True
+                continue
+            if not self._reserve(prompt, match):
+                return admitted  # others must not take the pages that this one waits for
+            self._waiting.remove(prompt)
+            self._computing.append(prompt)
+            admitted.append(prompt)
+        self._is_admission_due |= num_waiting > MAX_LOOKS  # the next step looks at more
         return admitted
 
     def _match_or_park(self, prompt: Prompt) -> PrefixMatch | None:
         """Look up a waiting prompt; park it and return None if its prefix is pending."""
         match = self._cache.match(prompt.tokens, prompt.salt)
+        prompt.num_cached = match.num_ready_pages * self._page_size
         if match.last_pending_page is None:
             return match
         self._waiting.remove(prompt)

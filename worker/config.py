@@ -21,6 +21,12 @@ class HostConfig:
         "driver, and the worker restarts.",
         above=0,
     )
+    max_overtaken_s: float = option(
+        30.0,
+        "Engine time after which a prompt is computed before all that came later. Until then "
+        "shorter ones go first, the more so the shorter they are. 0: in order of arrival.",
+        at_least=0,
+    )
     heartbeat_s: float = option(0.5, "Period of heartbeats to a router.", above=0)
 
     transfer_deadlines: TransferDeadlines = field(default_factory=TransferDeadlines)

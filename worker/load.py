@@ -24,6 +24,11 @@ class WorkerTotals:
     decode_step_s: float = 0.0  # of steps that decoded alone
     mixed_step_s: float = 0.0  # of steps that did both
 
+    @property
+    def steps_s(self) -> float:
+        """Return the engine time of all steps."""
+        return self.prompt_step_s + self.decode_step_s + self.mixed_step_s
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerLoad:

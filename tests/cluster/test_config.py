@@ -221,7 +221,7 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("router: {dead_after_s: .nan}", ["router.dead_after_s: found nan"]),
         ("transfer: {post_s: -1}", ["cluster.yaml, line 1: transfer.post_s: found -1", "above 0"]),
         ("decode_worker: {heartbeat_s: .inf}", ["decode_worker.heartbeat_s: found inf", "finite"]),
-        ("prefill_worker: {max_overtakes: -2}", ["prefill_worker.max_overtakes: found -2", "0 or"]),
+        ("prefill_worker: {max_overtaken_s: -2}", ["max_overtaken_s: found -2", "0 or"]),
         (
             "decode_worker: {max_running_sequences: 900, max_step_tokens: 900}",
             [

@@ -210,7 +210,7 @@ def test_a_prompt_that_costs_devices_costs_two_and_is_then_refused() -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         for each in cluster.prefills:
             each.executor.toxin, each.executor.is_deadly = TOXIN, True
-        toxic = await router.submit((*prompt_of(60), TOXIN))
+        toxic = await router.submit((*prompt_of(59), TOXIN))
         others = [await router.submit(prompt_of(60, seed=seed)) for seed in range(1, 4)]
         await ended(toxic)
         assert code_of(toxic) == "INTERNAL"

@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -23,16 +24,21 @@ from llm_engine.engine_step import StepResult
 from llm_engine.sampling import SamplingParams
 from prefill_worker.config import PrefillConfig
 from prefill_worker.request import FinishedPrompt, Progress, Prompt, PromptState, ReadyPages
-from prefill_worker.scheduler import Runnable, Scheduler, pick_next
+from prefill_worker.scheduler import Scheduler
 from prefill_worker.step_plan import StepPlan
 from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens
+from worker.prompt_order import in_turn
 
 MODEL = FakeModel(vocab_size=50)
 PAGE_SIZE = 4
 NUM_PAGES = 24
 PREFIX = tuple(range(1, 33))
 CONFIG = PrefillConfig(
-    max_step_tokens=10, max_computing_prompts=3, max_overtakes=2, chunk_pages=2, max_chunk_pages=3
+    max_step_tokens=10,
+    max_computing_prompts=3,
+    max_overtaken_s=0.3,
+    chunk_pages=2,
+    max_chunk_pages=3,
 )
 
 
@@ -47,40 +53,6 @@ def prompt_with(
         choices=choices,
         first_page=first_page,
     )
-
-
-def queue_of(*entries: tuple[int, int]) -> list[Runnable]:
-    """(cached pages, overtakes) of each waiting prompt, oldest first."""
-    found = []
-    for cached_pages, num_overtakes in entries:
-        prompt = prompt_with((1,))
-        prompt.num_overtakes = num_overtakes
-        found.append(Runnable(prompt=prompt, num_cached_pages=cached_pages))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("queue", "picked"),
-    [
-        ([(0, 0)], 0),
-        ([(0, 0), (5, 0)], 1),
-        ([(5, 0), (5, 0)], 0),
-        ([(0, 0), (3, 0), (9, 0), (4, 0)], 2),
-        ([(0, 1), (9, 0)], 1),
-        ([(0, 2), (9, 0)], 0),
-        ([(0, 2), (9, 3)], 0),
-        ([(1, 1), (0, 2), (9, 0)], 1),
-    ],
-)
-def test_the_longest_cached_prefix_goes_first_unless_somebody_was_passed_over_too_often(
-    queue: list[tuple[int, int]], picked: int
-) -> None:
-    runnable = queue_of(*queue)
-    assert pick_next(runnable, max_overtakes=2) is runnable[picked].prompt
-
-
-def test_nobody_is_picked_from_an_empty_queue() -> None:
-    assert pick_next([], max_overtakes=2) is None
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -133,8 +105,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert may_wait or plan.chunks, "work is there, but none is done"
         assert plan.num_tokens <= CONFIG.max_step_tokens, "over the token budget"
         assert not any(chunk.prompt.is_ended for chunk in plan.chunks), "a step for nobody"
-        self.seen["admitted"] += sum(p.state is PromptState.COMPUTING for p in waiting)
-        self.seen["cached"] += sum(p.num_cached > 0 for p in waiting)
+        admitted = [p for p in waiting if p.state is PromptState.COMPUTING]
+        self.seen["admitted"] += len(admitted)
+        self.seen["cached"] += sum(p.num_cached > 0 for p in admitted)
+        oldest = min((p.arrival for p in waiting.difference(admitted)), default=0)
+        self.seen["overtakes"] += sum(p.arrival > oldest for p in admitted)
         if plan.chunks:
             self.seen["steps ahead"] += bool(self.plans)
             self.engine.launch(plan.engine_step((), is_again=False))
@@ -154,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         if undrawn is not None and undrawn < len(drawn):
             drawn[undrawn] = None
-        result = StepResult(decodes=(), slices=drawn)
+        result = StepResult(decodes=(), slices=drawn, seconds=plan.num_tokens / 100)
         self.end(*self.scheduler.end_undrawn(plan, result))
         self.take(self.scheduler.complete_step(plan, result))
 
@@ -232,8 +207,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert [token.token_id] == expected, "a wrong token"
         self.end(prompt)
         self.seen["finished"] += 1
-        # Passed over by younger ones at most so often, and those that computed its prefix for it.
-        self.seen["overtakes"] += prompt.num_overtakes
 
     def end(self, *prompts: Prompt) -> None:
         """No more pages come of these; their transfers end with the last page that is read."""
@@ -269,7 +242,8 @@ HUNT = settings(SETTINGS, max_examples=400, phases=[Phase.generate], report_mult
 
 
 def test_state_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefill_worker.scheduler.ADMISSION_WINDOW", 3)
+    monkeypatch.setattr("prefill_worker.scheduler.NUM_REFRESHED", 2)
+    monkeypatch.setattr("prefill_worker.scheduler.MAX_LOOKS", 3)
     SchedulerMachine.seen.clear()
     run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
     seen = SchedulerMachine.seen
@@ -367,9 +341,9 @@ def test_state_machine_finds_planted_bug(bug: type[Scheduler]) -> None:
 
 
 class Scene:
-    """A scheduler whose steps always succeed."""
+    """A scheduler whose steps always succeed, and take 10 ms for each token."""
 
-    def __init__(self, num_pages: int = NUM_PAGES, **config: int) -> None:
+    def __init__(self, num_pages: int = NUM_PAGES, **config: Any) -> None:
         self.cache = PrefixCache(
             num_pages=num_pages, page_size=PAGE_SIZE, fingerprint=MODEL.fingerprint
         )
@@ -389,39 +363,78 @@ class Scene:
         for _ in range(100):
             for progress in self.step():
                 if isinstance(progress, FinishedPrompt):
+                    self.scheduler.transfer_ended(progress.prompt)
                     return progress.prompt
         raise AssertionError("no prompt finished")
 
     def step(self) -> list[Progress]:
         plan = self.scheduler.next_step()
         self.engine.launch(plan.engine_step((), is_again=False))
-        return [*plan.ready, *self.scheduler.complete_step(plan, self.engine.read())]
+        result = replace(self.engine.read(), seconds=plan.num_tokens / 100)
+        return [*plan.ready, *self.scheduler.complete_step(plan, result)]
 
 
-def test_a_prompt_is_passed_over_at_most_as_often_as_configured() -> None:
-    scene = Scene(max_computing_prompts=1, max_overtakes=3)
-    hot = tuple(range(1, 9))
-    scene.submit(*hot, 40)
+def test_a_short_prompt_overtakes_a_long_one_that_is_being_computed() -> None:
+    scene = Scene(max_step_tokens=8)
+    long = scene.submit(*range(1, 33))
+    scene.step()
+
+    short = scene.submit(41, 42)
+
+    assert scene.finish_next() is short
+    assert long.num_computed == 8 + 6
+
+
+def test_a_short_prompt_overtakes_a_long_one_that_waits() -> None:
+    scene = Scene(max_computing_prompts=1)
+    first = scene.submit(*range(1, 20))
+    scene.step()
+
+    long, short = scene.submit(*range(2, 33)), scene.submit(41, 42)
+
+    assert [scene.finish_next() for _ in range(3)] == [first, short, long]
+
+
+def test_a_prompt_counts_by_what_is_not_cached() -> None:
+    scene = Scene(max_computing_prompts=1)
+    scene.submit(*range(1, 30))
     scene.finish_next()
-    cold = scene.submit(*range(20, 29))
-    served = []
-    for turn in range(10):
-        later = scene.submit(*hot, 41 + turn % 5, 41 + turn)
-        assert later.arrival > cold.arrival
-        served.append(scene.finish_next())
-    assert served.index(cold) == 3
+
+    short, mostly_cached = scene.submit(40, 41, 42), scene.submit(*range(1, 30), 43)
+
+    assert (short.num_left, mostly_cached.num_left) == (3, 2)
+    assert [scene.finish_next(), scene.finish_next()] == [mostly_cached, short]
 
 
-def test_without_ageing_a_prompt_would_starve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_whose_prefix_was_computed_while_it_waited_goes_before_shorter_ones() -> None:
+    scene = Scene(max_computing_prompts=1)
+    prefix = range(1, 17)
+    first, second, other = scene.submit(*prefix), scene.submit(*prefix, 40), scene.submit(50, 51)
+
+    assert [scene.finish_next() for _ in range(3)] == [other, first, second]
+
+
+def test_a_prompt_goes_first_when_it_has_waited_for_the_limit() -> None:
+    scene = Scene(max_computing_prompts=1, max_overtaken_s=0.08)
+    long = scene.submit(*range(1, 25))
+    for index in range(20):
+        scene.submit(41 + index % 5, 30 + index)
+
+    served = [scene.finish_next() for _ in range(10)]
+
+    assert served.index(long) == 4
+
+
+def test_without_a_limit_a_prompt_would_starve(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug shows that the scenario can fail."""
-    monkeypatch.setattr("prefill_worker.scheduler.pick_next", never_aging)
+    monkeypatch.setattr("prefill_worker.scheduler.in_turn", partial(never_due, right=in_turn))
 
     with pytest.raises(ValueError, match="not in list"):
-        test_a_prompt_is_passed_over_at_most_as_often_as_configured()
+        test_a_prompt_goes_first_when_it_has_waited_for_the_limit()
 
 
-def never_aging(runnable: list[Runnable], max_overtakes: int) -> Prompt | None:
-    return pick_next(runnable, max_overtakes=10**9)
+def never_due(prompts: Any, *, now_s: float, max_overtaken_s: float, right: Any) -> Any:
+    return right(prompts, now_s=now_s, max_overtaken_s=1e9)
 
 
 def test_two_prompts_with_one_new_prefix_compute_it_once() -> None:
@@ -550,5 +563,6 @@ def test_a_prompt_that_waits_for_a_prefix_is_looked_up_when_it_comes_and_when_it
         scene.step()
 
     assert all(prompt.num_cached == 800 for prompt in prompts)
-    # Three times each: parked, seen when it is woken, and picked; not again with each of 50 chunks.
-    assert len(looked_up) <= 4 * 60
+    # Three times each, parked, woken and picked, and the oldest ones in some steps; not with each
+    # of 50 chunks.
+    assert len(looked_up) <= 5 * 60
