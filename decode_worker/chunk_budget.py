@@ -7,6 +7,7 @@ on whether steps are recorded, so it is measured, not configured. Pure: duration
 Source: chunks that are sized to a latency target, as in Sarathi-Serve (Agrawal et al., 2024).
 """
 
+MIN_SHARE = 0.5  # of the time of the decodes, which prompts get even if the budget is too short
 LIMIT_BOUND = 0.9  # of the limit: from this size on a step shows whether more would fit
 
 
@@ -18,7 +19,8 @@ class ChunkBudget:
     of the host can cause, costs little.
 
     Args:
-        budget_s: How long a step that also decodes may take; 0: no limit.
+        budget_s: How long a step that also decodes may take, or half as long again as its decodes
+            alone if that is more; 0: no limit.
         min_tokens: Lower bound of the limit, kept even if it takes longer: prompts make progress.
         max_tokens: Upper bound of the limit.
     """
@@ -46,9 +48,10 @@ class ChunkBudget:
             self._decode_s = 0.0  # that step had stalled: unknown until the next without a chunk
         decode_s = self._decode_s if num_decodes else 0.0
         # Proportional: the larger the chunk, the less this overstates its cost per token.
-        left_s = max(0.0, self._budget_s - self._decode_s)
+        budget_s = max(self._budget_s, (1 + MIN_SHARE) * self._decode_s)
+        left_s = budget_s - self._decode_s
         fits = num_chunk_tokens * left_s / max(seconds - decode_s, 1e-6)
-        is_late = num_decodes > 0 and seconds > self._budget_s
+        is_late = num_decodes > 0 and seconds > budget_s
         if is_late or num_chunk_tokens >= LIMIT_BOUND * self._limit:
             fits = min(max(fits, self._limit / 2), self._limit * 2)
             self._limit = min(max(fits, self._min_tokens), self._max_tokens)
