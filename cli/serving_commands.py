@@ -42,12 +42,15 @@ TRAINED_SAMPLING = {"router.default_temperature": 0.0}
 
 
 def serve_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return short steps for workers on CPUs."""
+    """Return short steps for workers on CPUs, whose time is not limited besides."""
     device = given.get("device", "auto")
     is_known = device == "auto" and "ray_address" not in given and most_gpus() == 0
     if device != "cpu" and not is_known:
         return {}
-    steps = {"prefill_worker.max_step_tokens": CPU_STEP_TOKENS}
+    steps: dict[str, Any] = {
+        "prefill_worker.max_step_tokens": CPU_STEP_TOKENS,
+        "decode_worker.step_budget_ms": 0.0,  # one step of a small batch takes as long already
+    }
     if "decode_worker.max_running_sequences" not in given:
         # In a full batch each sequence computes a token, too.
         batch = DecodeConfig().max_running_sequences

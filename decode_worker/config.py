@@ -23,10 +23,11 @@ class DecodeConfig(HostConfig):
         exceeds="max_running_sequences",
     )
     step_budget_ms: float = option(
-        0.0,
+        50.0,
         "Time limit of a step that decodes and prefills: prompts are cut into chunks that fit, "
         "as measured, of at least a page, so that tokens keep coming while prompts are computed "
-        "here. A step that only prefills is not cut. 0: max_step_tokens alone is the limit.",
+        "here. Prompts always get a third of the step. A step that only prefills is not cut. "
+        "0, also on CPUs: max_step_tokens alone is the limit.",
         at_least=0,
     )
 

@@ -50,6 +50,16 @@ def test_a_chunk_is_never_smaller_than_a_page_however_slow_the_steps() -> None:
     assert engine.budget.num_tokens == PAGE
 
 
+def test_where_decodes_fill_the_budget_prompts_still_get_a_third_of_each_step() -> None:
+    engine = Engine(decode_s=0.1, token_s=5e-4, budget_s=0.03)
+
+    for _ in range(20):
+        engine.step(0)
+        engine.step()
+
+    assert 90 <= engine.budget.num_tokens <= 100
+
+
 def test_one_stalled_step_costs_little() -> None:
     engine = Engine(decode_s=0.005, token_s=5e-5, budget_s=0.03)
     for _ in range(20):

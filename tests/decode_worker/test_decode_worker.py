@@ -335,7 +335,7 @@ def test_without_candidates_a_prompt_is_prefilled_locally_in_chunks() -> None:
         shared = [num_tokens for num_tokens in cluster.decode.executor.passes if num_tokens > 2]
         assert shared == [64, 64, 64, 11 + 1]  # one token of each pass is a decode
 
-    run(scenario)
+    run(scenario, WorkerCluster(decode_config=decode_config(step_budget_ms=0)))
 
 
 def test_tokens_keep_coming_within_the_budget_while_prompts_are_computed_here() -> None:
