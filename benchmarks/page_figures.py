@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import dot_chart
 from benchmarks.bar_chart import draw
 from benchmarks.fault_cases import FAULTS
 from benchmarks.fault_table import FAULTS_RESULT
@@ -31,6 +32,7 @@ from benchmarks.tables import (
     ROOT,
     SERVED_STEPS_RESULT,
     gateway_rows,
+    headline_rows,
     mix_rows,
     profile_parts,
     replays_in_time,
@@ -48,6 +50,23 @@ def serving(kind: str) -> str:
     """One kind of cases of the serving matrix, of both files."""
     charts = dict(serving_charts(*_rows_and_hardware(SERVING_FILES)))
     return draw(charts[f"serving-{kind}"])
+
+
+def headline() -> str:
+    """Tokens per second, beside vLLM's."""
+    return dot_chart.draw(
+        dot_chart.DotChart(
+            title="Tokens per second on one H200, as a share of vLLM's (longer is better)",
+            unit="% of vLLM 0.24.0",
+            series=("Pagewire",),
+            cases=tuple(
+                dot_chart.Case(name=title, values=((100 * ours / theirs,),))
+                for title, ours, theirs in headline_rows()
+            ),
+            line_at=100.0,
+            is_from_zero=True,
+        )
+    )
 
 
 def targets() -> str:
@@ -193,6 +212,45 @@ def gateway() -> str:
     )
 
 
+def calls() -> str:
+    """What a call costs each process, by calls at once."""
+    parts = ("router", "worker", "client")
+    return draw(
+        bars(
+            "CPU time of a call of one token, by calls at once (shorter is better)",
+            ("Two CPU cores.",),
+            [
+                (f"{row['at_once']} at once", [row["us_per_call"][part] for part in parts])
+                for row in _content("calls-cpu.json")["cases"]
+            ],
+            series=tuple(zip(parts, COLORS, strict=False)),
+            unit="us",
+        )
+    )
+
+
+def corruption() -> str:
+    """How many of the damaged pages are found, by the way they take."""
+
+    contents = [_content(path.name) for path in sorted(RESULTS.glob("corruption-*.json"))]
+    return dot_chart.draw(
+        dot_chart.DotChart(
+            title="Damaged pages: all are found, whatever way they take",
+            unit="pages, of eight kinds of damage",
+            series=("sent wrong", "found"),
+            cases=tuple(
+                dot_chart.Case(
+                    name=f"{over['transport']}, {' to '.join(over['devices'])}",
+                    values=((found["pages"],), (found["found"],)),
+                )
+                for content in contents
+                for over, found in [(content["configuration"], content["cases"][-1])]
+            ),
+            is_from_zero=True,
+        )
+    )
+
+
 def kills() -> str:
     """What a kill between two GPUs costs."""
     charts = dict(disaggregation_charts(*_rows_and_hardware([KILLS_FILE])))
@@ -319,6 +377,7 @@ def served_moves() -> str:
 
 
 DRAWINGS: Mapping[str, Callable[[], str]] = {
+    "headline": headline,
     "serving-decode": partial(serving, "decode"),
     "serving-shared": partial(serving, "shared"),
     "serving-ttft": partial(serving, "ttft"),
@@ -335,6 +394,8 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "linear-h100": linear,
     "relay": relay,
     "gateway": gateway,
+    "calls": calls,
+    "corruption": corruption,
     "kills": kills,
     "faults": faults,
 }

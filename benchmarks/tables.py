@@ -73,8 +73,8 @@ def vllm_tokens_per_s(case: str, row: Row) -> float:
     return float(tokens / VLLM[case] * 1000)
 
 
-def headline(cases: Collection[str] = ()) -> str:
-    """Tokens per second of the cases that both have measured, or of some of them."""
+def headline_rows(cases: Collection[str] = ()) -> Iterator[tuple[str, float, float]]:
+    """Yield cases that both have measured, or some of them, and Pagewire's and vLLM's tokens/s."""
     rows = serving_rows()
     titles = {
         "decode/1@1024": "1 stream, 1,024 tokens of context",
@@ -85,20 +85,21 @@ def headline(cases: Collection[str] = ()) -> str:
         "shared/64,32768,256": "64 streams that share 32,768 tokens",
         "mixed/512": "512 requests of mixed lengths, prompts included",
     }
+    for case, title in titles.items():
+        if not cases or case in cases:
+            row = rows[case]
+            yield title, row["tokens_per_s"], vllm_tokens_per_s(case, row)
+
+
+def headline(cases: Collection[str] = ()) -> str:
+    """Tokens per second of the cases that both have measured, or of some of them."""
     return table(
         ("Tokens per second", "Pagewire", "vLLM 0.24.0", "ratio"),
         (
-            (title, f"{row['tokens_per_s']:,.0f}", f"{theirs:,.0f}", _ratio(row, theirs))
-            for case, title in titles.items()
-            if not cases or case in cases
-            for row in [rows[case]]
-            for theirs in [vllm_tokens_per_s(case, row)]
+            (title, f"{ours:,.0f}", f"{theirs:,.0f}", f"{ours / theirs:.2f}")
+            for title, ours, theirs in headline_rows(cases)
         ),
     )
-
-
-def _ratio(row: Row, theirs: float) -> str:
-    return f"{row['tokens_per_s'] / theirs:.2f}"
 
 
 def serving() -> str:
