@@ -2,8 +2,8 @@
 
     python -m benchmarks.page_figures
 
-Those of attention are drawn by benchmarks.figures, and those of two pools by
-benchmarks.serving_figures.
+Those of attention are drawn by benchmarks.figures, those of two pools by
+benchmarks.serving_figures, and those of tables without a result file by benchmarks.table_plots.
 """
 
 import json
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import dot_chart
+from benchmarks import dot_chart, table_plots
 from benchmarks.bar_chart import draw
 from benchmarks.fault_cases import FAULTS
 from benchmarks.fault_table import FAULTS_RESULT
@@ -398,6 +398,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "corruption": corruption,
     "kills": kills,
     "faults": faults,
+    **{f"tables/{name}": partial(table_plots.plot, name) for name in table_plots.PLOTS},
 }
 
 

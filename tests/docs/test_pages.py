@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from benchmarks import page_figures, tables
+from benchmarks import page_figures, table_plots, tables
 from cluster.config_options import config_options
 from docs.site import decision_index, draw
 from tests.docs.pages import ROOT, markdown_files, page_digest, typed_commands
@@ -146,8 +146,49 @@ def test_figures_beside_tables_show_the_results(name: str) -> None:
     drawn = (page_figures.FIGURES / f"{name}.svg").read_text(encoding="utf-8")
 
     assert drawn == page_figures.DRAWINGS[name](), "run `make docs`"
-    pages = [path for path in markdown_files() if f"figures/{name}.svg" in path.read_text()]
-    assert pages, "no page shows it"
+    assert f"figures/{name}.svg" in text_of_all_pages(), "no page shows it"
+
+
+@cache
+def text_of_all_pages() -> str:
+    return "".join(path.read_text(encoding="utf-8") for path in markdown_files())
+
+
+def test_no_plot_of_a_table_is_left_behind() -> None:
+    drawn = {path.stem for path in (page_figures.FIGURES / "tables").iterdir()}
+
+    assert drawn == set(table_plots.PLOTS)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [DOCS / "experiments.md", *sorted((DOCS / "decisions").glob("0*.md"))],
+    ids=lambda path: path.stem,
+)
+def test_each_table_of_numbers_has_a_figure_beside_it(path: Path) -> None:
+    blocks = path.read_text(encoding="utf-8").split("\n\n")
+
+    bare = [
+        block.splitlines()[0]
+        for number, block in enumerate(blocks)
+        if count_numbers(block) >= 6
+        and not any("](" in each and "figures/" in each for each in blocks[number - 1 : number + 2])
+    ]
+
+    assert bare == []
+
+
+def count_numbers(block: str) -> int:
+    """Return how many cells of a table hold numbers, by the alignment of their columns."""
+    rows = [line.split("|")[2:-1] for line in block.splitlines() if line.startswith("|")]
+    if len(rows) < 3 or sum(each.strip().endswith("-:") for each in rows[1]) < 2:
+        return 0
+    return sum(
+        bool(re.search(r"\d", cell))
+        for row in rows[2:]
+        for cell, rule in zip(row, rows[1], strict=True)
+        if rule.strip().endswith("-:")
+    )
 
 
 @pytest.mark.parametrize("name", draw.DRAWINGS)
