@@ -11,10 +11,10 @@ from math import ceil, floor, log10
 from statistics import median
 from textwrap import wrap
 
+from benchmarks.figures import BLUE, LIGHT_BLUE, ORANGE, RED
 from benchmarks.svg import GRID, INK, LINE_HEIGHT, NOTES_TOP, WIDTH, figure, text
 
-# Okabe and Ito's colours, which the colour-blind tell apart.
-COLORS = ("#0072B2", "#E69F00", "#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#222222", "#999999")
+COLORS = (BLUE, ORANGE, LIGHT_BLUE, RED, "#009E73", "#CC79A7", INK, "#999999")
 MARGIN, RIGHT = 16, WIDTH - 28  # px; half of the last tick's number stands at the right of RIGHT
 LANE, CASE_GAP, CASE_LINE = 9, 8, 14  # px: of a series, between cases, of a line of a case's name
 CASE_CHARS, CHAR_WIDTH = 48, 6.8  # of a case's name in a line; px, of a wide sans serif at 12 px

@@ -15,10 +15,11 @@ from benchmarks.dot_chart import Case, DotChart, draw
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PLOTTED = re.compile(r"((?:^\|.*\n)+)\n!\[(.+)\]\((?:\.\./)?figures/tables/([\w-]+)\.svg\)", re.M)
-# A number and, where they follow, its unit or the range of what was measured.
+# A number and, where it follows, its unit.
 VALUE = re.compile(
     r"(?P<number>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?)(?: (?P<unit>us|ms|s|min|MB|GB)\b)?"
 )
+# Least and most of several runs, behind their median.
 RANGE = re.compile(r"\(([\d.,]+) to ([\d.,]+)\)")
 SCALES = {"us": 1.0, "ms": 1e3, "s": 1e6, "min": 6e7, "MB": 1.0, "GB": 1e3}
 

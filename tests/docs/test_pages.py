@@ -110,8 +110,8 @@ def test_tables_are_those_of_the_results(name: str) -> None:
     assert tables.REGION.search(page)
 
 
-# Parts of another table, and where the files come from.
-WITHOUT_FIGURES = {"headline", "summary", "runs"}
+# A part of another table, and where the files come from.
+WITHOUT_FIGURES = {"summary", "runs"}
 
 
 @pytest.mark.parametrize("name", tables.PAGES)
