@@ -23,7 +23,7 @@ class DecodeConfig(HostConfig):
         exceeds="max_running_sequences",
     )
     step_budget_ms: float = option(
-        50.0,
+        30.0,
         "Time limit of a step that decodes and prefills: prompts are cut into chunks that fit, "
         "as measured, of at least a page, so that tokens keep coming while prompts are computed "
         "here. Prompts always get a third of the step. A step that only prefills is not cut. "
