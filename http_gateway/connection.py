@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 VERSIONS = ("1.0", "1.1")
 MAX_HEADERS = 100
 MAX_PIPELINED = 8  # requests that wait while another one is answered
-_HTTP_2 = "Pause on PRI"  # the parser's words for the first bytes of HTTP/2
-_TLS = b"\x16\x03"  # a handshake, of any version
+# How what clients speak here by mistake begins
+_BEGINNINGS = {b"PRI * HTTP/2.0": "HTTP/2", b"\x16\x03": "TLS"}
 TOO_MANY_WAIT = "too_many_pipelined_requests"
 LINGER_S = 1.0  # for a client that still sends what nobody reads, or says no goodbye
 # Notice within a minute that a peer has vanished: seconds of silence, between probes,
@@ -384,9 +384,10 @@ class _GentleTransport:
 def _invalid(error: httptools.HttpParserError, data: bytes) -> HttpError:
     if isinstance(error, httptools.HttpParserCallbackError):
         return _no_http("its target is malformed")  # uvicorn failed to parse it
-    if isinstance(error, httptools.HttpParserInvalidMethodError) and data.startswith(_TLS):
-        return _no_http("it begins as TLS")
-    return _no_http("it begins as HTTP/2" if _HTTP_2 in str(error) else str(error))
+    for beginning, protocol in _BEGINNINGS.items():
+        if data.startswith(beginning):
+            return _no_http(f"it begins as {protocol}")
+    return _no_http(str(error))
 
 
 def _no_http(found: str) -> HttpError:
