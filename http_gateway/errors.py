@@ -6,7 +6,6 @@ ClientLeft       the client closed the connection: there is nobody to answer
 
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 
 import pagewire
@@ -14,10 +13,6 @@ import pagewire
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 CLIENT_CLOSED = 499  # nginx's name, for logs: no client gets it
-# As the router says it of a prompt. It does not tokenize a text, or what a chat's template wrote,
-# of more characters than the context could hold.
-_TOO_LONG = re.compile(r"found (\d+ tokens|\d+ characters|.* wrote more than \d+ characters)")
-_PROMPTS = {"prompt", "prompt.text", "prompt.chat", "prompt.chat.messages"}
 
 RenameField = Callable[[str], str]  # a field's name in gRPC |-> its name in HTTP
 
@@ -116,12 +111,11 @@ def _invalid(error: pagewire.InvalidRequestError, rename: RenameField) -> HttpEr
     first = error.violations[0]
     if first.field == "request":  # more bytes than the router reads
         return HttpError(413, first.description, code="request_too_large")
-    is_too_long = first.field in _PROMPTS and _TOO_LONG.match(first.description)
     return HttpError(
         400,
         "\n".join(f"{rename(each.field)}: {each.description}" for each in error.violations),
         param=rename(first.field),
-        code="context_length_exceeded" if is_too_long else None,
+        code="context_length_exceeded" if first.reason == "PROMPT_TOO_LONG" else None,
     )
 
 

@@ -32,6 +32,7 @@ class FieldViolation:
 
     field: str  # path in the request, "sampling.top_p"
     description: str  # what was found and what is allowed
+    reason: str = "INVALID_REQUEST"  # for programs; or "PROMPT_TOO_LONG"
 
 
 class PagewireError(Exception):

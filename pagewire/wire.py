@@ -539,7 +539,7 @@ def _violations(details: status_pb2.Status) -> tuple[errors.FieldViolation, ...]
         bad_request = error_details_pb2.BadRequest()
         if detail.Is(bad_request.DESCRIPTOR) and detail.Unpack(bad_request):
             found += [
-                errors.FieldViolation(field=v.field, description=v.description)
+                errors.FieldViolation(field=v.field, description=v.description, reason=v.reason)
                 for v in bad_request.field_violations
             ]
     return tuple(found)

@@ -5,6 +5,7 @@ It receives the template, and answers each chat with one of
     {"text": ...}      the rendering
     {"refused": ...}   the template does not accept these messages
     {"tools": ...}     the tools are invalid: what was found
+    {"too_long": ...}  the template wrote more than a prompt may have
     {"error": ...}     the template failed
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 
 from router.chat_template import ChatTemplate
 from router.child_side import Answer, Work, serve
-from router.errors import ChatTemplateError, RefusedByTemplate, WrongTools
+from router.errors import ChatTemplateError, RefusedByTemplate, RenderingTooLong, WrongTools
 
 MAX_REASON_CHARS = 500
 
@@ -42,6 +43,8 @@ def _answered(work: Callable[[], Answer]) -> Answer:
         return {"tools": str(wrong)[:MAX_REASON_CHARS]}
     except RefusedByTemplate as refused:
         return {"refused": str(refused)[:MAX_REASON_CHARS]}
+    except RenderingTooLong as error:
+        return {"too_long": str(error)}
     except ChatTemplateError as error:
         return {"error": str(error)[:MAX_REASON_CHARS]}
 

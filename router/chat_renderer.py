@@ -12,6 +12,7 @@ from router.errors import (
     ChatTemplateError,
     ChildLimit,
     RefusedByTemplate,
+    RenderingTooLong,
     TemplateLimit,
     WrongTools,
 )
@@ -129,5 +130,7 @@ def _check(answer: Answer) -> None:
         raise WrongTools(answer["tools"])
     if "refused" in answer:
         raise RefusedByTemplate(answer["refused"])
+    if "too_long" in answer:
+        raise RenderingTooLong(answer["too_long"])
     if "error" in answer:
         raise ChatTemplateError(answer["error"])

@@ -20,7 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.errors import ChatTemplateError, RefusedByTemplate, WrongTools
+from router.errors import ChatTemplateError, RefusedByTemplate, RenderingTooLong, WrongTools
 
 MAX_SOURCE_CHARS = 1_000_000
 _MAX_EXPONENT = 64
@@ -108,7 +108,7 @@ class ChatTemplate:
             ):
                 num_chars += len(piece)
                 if num_chars > self.max_chars:
-                    raise ChatTemplateError(f"wrote more than {self.max_chars} characters")
+                    raise RenderingTooLong(f"wrote more than {self.max_chars} characters")
                 pieces.append(piece)
         except (ChatTemplateError, RefusedByTemplate, MemoryError):
             raise

@@ -3,6 +3,7 @@
 RouterError
   InvalidRequest         a field is wrong; names it, the value found and what is allowed
     UnknownModel         the model name is not served
+    PromptTooLong        the prompt does not fit the context
   NotAuthenticated       the call has no token of a tenant
   Overloaded             the router or the tenant is at a limit; try again after `retry_delay_s`
   NoWorker               no decode worker became available in time
@@ -18,6 +19,7 @@ ModelFolderError         a file of the model folder is missing or broken (at sta
 TenantsFileError         the tenants file cannot be used
 ChatTemplateError        a chat template is not valid or broke a rule of the sandbox
   TemplateLimit          it took more time or memory than it may
+  RenderingTooLong       it wrote more characters than a prompt may have
 PortTaken                nothing can listen on the port of the metrics (at start)
 
 Inside the router only:
@@ -33,7 +35,7 @@ ControllerGone           the controller cannot be reached, for now
 import re
 
 _INVALID_ARGUMENT, _INTERNAL = 3, 13  # google.rpc.Code numbers
-_REFUSAL = re.compile(r"([\w.]+): (found .*; allowed: .*)", re.ASCII | re.DOTALL)
+_REFUSAL = re.compile(r"([\w.]+): found (.*); allowed: (.*)", re.ASCII | re.DOTALL)
 
 
 class RouterError(Exception):
@@ -54,15 +56,21 @@ class InvalidRequest(RouterError):
         self.field = field
         self.found = found
         self.allowed = allowed
-        # (field, description) of each
-        self.violations: tuple[tuple[str, str], ...] = (
-            (field, description),
-            *(violation for other in others for violation in other.violations),
-        )
+        self.description = description
+        self._others = others
+
+    @property
+    def violations(self) -> "tuple[InvalidRequest, ...]":
+        """The error of each wrong field, this one first."""
+        return (self, *(each for other in self._others for each in other.violations))
 
 
 class UnknownModel(InvalidRequest):
     """The model name is not served."""
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt has more tokens, or characters, than the context can hold."""
 
 
 class NotAuthenticated(RouterError):
@@ -104,8 +112,7 @@ class RequestFailed(RouterError):
         super().__init__(message)
         self.code = code
         told = _REFUSAL.fullmatch(message) if code == _INVALID_ARGUMENT else None
-        # As in InvalidRequest
-        self.violations: tuple[tuple[str, str], ...] = ((told[1], told[2]),) if told else ()
+        self.violations = (InvalidRequest(told[1], told[2], told[3]),) if told else ()
 
 
 class RequestCrashed(RequestFailed):
@@ -155,6 +162,10 @@ class ChildCrash(ChildLimit):
 
 class TemplateLimit(ChatTemplateError):
     """The chat template took more time or memory than it may."""
+
+
+class RenderingTooLong(ChatTemplateError):
+    """The chat template wrote more characters than a prompt may have."""
 
 
 class AttemptFailed(Exception):

@@ -9,7 +9,14 @@ from pagewire.chat_arguments import ALLOWED_ROLES
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from router.chat_format import names_in, template_role
 from router.chat_renderer import ChatRenderer
-from router.errors import ChatTemplateError, InvalidRequest, RefusedByTemplate, WrongTools
+from router.errors import (
+    ChatTemplateError,
+    InvalidRequest,
+    PromptTooLong,
+    RefusedByTemplate,
+    RenderingTooLong,
+    WrongTools,
+)
 from router.model_folder import ModelFolder
 from router.off_loop import OffLoop
 from router.tenants.tenant import NO_TENANT, TenantRules
@@ -245,7 +252,8 @@ class PromptEncoder:
                 field, "messages that the template refuses", str(refused)
             ) from refused
         except ChatTemplateError as error:
-            raise InvalidRequest(
+            kind = PromptTooLong if isinstance(error, RenderingTooLong) else InvalidRequest
+            raise kind(
                 field, f"messages for which the model's template {error}", "other messages"
             ) from error
         if prompt.continues_final:
@@ -271,7 +279,7 @@ def _check_chat(
         raise InvalidRequest(f"{prompt.field}.messages", "none", "at least one message")
     num_chars = len(prompt.tools_json) + sum(each.num_chars for each in messages)
     if num_chars > max_chars:
-        raise InvalidRequest(prompt.field, f"{num_chars} characters", f"at most {max_chars}")
+        raise PromptTooLong(prompt.field, f"{num_chars} characters", f"at most {max_chars}")
     for refusal in _wrong_names(prompt.field, messages, names):
         raise refusal
 

@@ -51,8 +51,10 @@ def status_of(error: RouterError) -> status_pb2.Status:
     status.details.add().Pack(reason)
     if isinstance(error, InvalidRequest | RequestFailed) and error.violations:
         bad_request = error_details_pb2.BadRequest()
-        for field, description in error.violations:
-            bad_request.field_violations.add(field=field, description=description)
+        for each in error.violations:
+            bad_request.field_violations.add(
+                field=each.field, description=each.description, reason=_reason(each)
+            )
         status.details.add().Pack(bad_request)
     if isinstance(error, Overloaded):
         status.details.add().Pack(retry_info(error.retry_delay_s))

@@ -11,7 +11,7 @@ import numpy as np
 from grammars.constraint import MAX_BYTES, MAX_CHOICES, Constraint, ConstraintKind
 from pagewire.protos.token_ids import TOKEN_BYTES
 from protos.sampling_limits import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS, RANGES
-from router.errors import InvalidRequest, UnknownModel
+from router.errors import InvalidRequest, PromptTooLong, UnknownModel
 from router.request import AskedSampling, Sampling, SamplingDefaults, ServedModel
 from router.resumption import Resumption
 
@@ -39,7 +39,7 @@ def check_text(field: str, text: str, max_chars: int) -> None:
     if not text:
         raise InvalidRequest(field, "an empty text", "at least one character")
     if len(text) > max_chars:
-        raise InvalidRequest(field, f"{len(text)} characters", f"at most {max_chars}")
+        raise PromptTooLong(field, f"{len(text)} characters", f"at most {max_chars}")
 
 
 def check_num_messages(field: str, num_messages: int) -> None:
@@ -54,7 +54,7 @@ def check_prompt(packed: bytes, model: ServedModel) -> None:
     if not num_tokens:
         raise InvalidRequest("prompt", "no tokens", "at least one token")
     if num_tokens >= model.max_context_tokens:
-        raise InvalidRequest(
+        raise PromptTooLong(
             "prompt",
             f"{num_tokens} tokens",
             f"at most {model.max_context_tokens - 1}: the context holds"

@@ -262,6 +262,12 @@ ERRORS = [
     (grpc.StatusCode.PERMISSION_DENIED, (), 403, "permission_denied"),
     (grpc.StatusCode.NOT_FOUND, (), 404, "model_not_found"),
     (grpc.StatusCode.INVALID_ARGUMENT, (violation("sampling.top_p", "bad"),), 400, None),
+    (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        (violation("prompt.text", "bad", "PROMPT_TOO_LONG"),),
+        400,
+        "context_length_exceeded",
+    ),
 ]
 
 
@@ -289,7 +295,7 @@ def test_an_error_before_the_first_token_has_its_status(failing, number):
         answer = exchange(failing.host_and_port, request(TEXT, body))
 
         assert (answer.status, answer.error["code"]) == (status, code)
-        words = "top_p: bad" if status == 400 else "told why"
+        words = f"{answer.error['param']}: bad" if status == 400 else "told why"
         assert answer.error["message"].endswith(words)
         assert answer.headers.get("retry-after") == ("2" if details and status == 429 else None)
         if details and status == 429:

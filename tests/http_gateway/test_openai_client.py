@@ -493,6 +493,10 @@ def test_a_text_too_long_to_tokenize_has_that_code_too(client, num_chars):
         (lambda: client.completions.create(model="tiny", prompt=text + "x"), "prompt"),
         (lambda: client.chat.completions.create(**ask(text)), "messages"),
         (lambda: client.responses.create(model="tiny", input=text), "input"),
+        (
+            lambda: client.post("/../tokenize", body={"prompt": text + "x"}, cast_to=object),
+            "prompt",
+        ),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             call()

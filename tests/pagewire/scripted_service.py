@@ -221,9 +221,11 @@ async def abort(context, code, message, *details):
     await context.abort(rich.code, rich.details, rich.trailing_metadata)
 
 
-def violation(field, description):
+def violation(field, description, reason="INVALID_REQUEST"):
     """The detail that names a wrong field."""
-    entry = error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
+    entry = error_details_pb2.BadRequest.FieldViolation(
+        field=field, description=description, reason=reason
+    )
     return error_details_pb2.BadRequest(field_violations=[entry])
 
 

@@ -174,12 +174,12 @@ def test_tokenize_list_models_and_status():
 
 
 def test_invalid_request_names_each_field():
-    detail = violation("sampling.top_p", "found 2, allowed (0, 1]")
+    detail = violation("sampling.top_p", "found 2, allowed (0, 1]", "OUT_OF_RANGE")
     error = error_of(failing(grpc.StatusCode.INVALID_ARGUMENT, "bad", detail))
 
     assert isinstance(error, pagewire.InvalidRequestError)
-    assert [(each.field, each.description) for each in error.violations] == [
-        ("sampling.top_p", "found 2, allowed (0, 1]")
+    assert [(each.field, each.description, each.reason) for each in error.violations] == [
+        ("sampling.top_p", "found 2, allowed (0, 1]", "OUT_OF_RANGE")
     ]
 
 

@@ -27,6 +27,7 @@ from router.errors import (
     ModelFolderError,
     Overloaded,
     RefusedByTemplate,
+    RenderingTooLong,
     TemplateLimit,
     WrongTools,
 )
@@ -130,7 +131,7 @@ def test_what_a_template_says_comes_back_as_from_the_template_itself() -> None:
                 await renderer.render(chat("wrong"))
             with pytest.raises(ChatTemplateError, match=r"invalid text"):
                 await renderer.render(chat("no text"))
-            with pytest.raises(ChatTemplateError, match=r"more than 100000 characters"):
+            with pytest.raises(RenderingTooLong, match=r"more than 100000 characters"):
                 await renderer.render(chat("x" * 100_001))
             assert children() == [child], "it was kept all the time"
 

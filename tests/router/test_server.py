@@ -123,7 +123,7 @@ def test_a_text_far_beyond_the_context_is_refused_without_tokenizing(model_dir: 
             answer = await tested.generate(request=GenerateRequest(text="x" * (32 * 512 + 1)))
 
             [violation] = details(answer.error, error_details_pb2.BadRequest).field_violations
-            assert violation.field == "prompt.text"
+            assert (violation.field, violation.reason) == ("prompt.text", "PROMPT_TOO_LONG")
             assert "at most 16384" in violation.description
 
     run_virtual(main())
@@ -154,6 +154,7 @@ def test_all_wrong_sampling_parameters_are_named_at_once(model_dir: Path) -> Non
 
             [detail] = [details(answer.error, error_details_pb2.BadRequest)]
             named = {each.field.removeprefix("sampling.") for each in detail.field_violations}
+            assert {each.reason for each in detail.field_violations} == {"INVALID_REQUEST"}
             assert named == {"temperature", "top_p", "n", "min_p", "stop[0]", "stop_token_ids[0]"}
             assert answer.error is not None
             assert len((answer.error.details() or "").splitlines()) == len(named)

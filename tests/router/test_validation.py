@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from pagewire.protos.token_ids import pack_token_ids
-from router.errors import InvalidRequest, UnknownModel
+from router.errors import InvalidRequest, PromptTooLong, UnknownModel
 from router.request import AskedSampling, Sampling, SamplingDefaults, ServedModel
 from router.validation import (
     check_model,
@@ -172,20 +172,22 @@ def test_an_unknown_model_is_refused_and_an_empty_name_is_the_only_model() -> No
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "field"),
+    ("token_ids", "field", "kind"),
     [
-        ([], "prompt"),
-        ([1] * 32, "prompt"),
-        ([1] * 33, "prompt"),
-        ([1, 100], "prompt.token_ids[1]"),
-        ([2**32 - 1], "prompt.token_ids[0]"),
+        ([], "prompt", InvalidRequest),
+        ([1] * 32, "prompt", PromptTooLong),
+        ([1] * 33, "prompt", PromptTooLong),
+        ([1, 100], "prompt.token_ids[1]", InvalidRequest),
+        ([2**32 - 1], "prompt.token_ids[0]", InvalidRequest),
     ],
 )
-def test_a_bad_prompt_is_refused(token_ids: list[int], field: str) -> None:
+def test_a_bad_prompt_is_refused(
+    token_ids: list[int], field: str, kind: type[InvalidRequest]
+) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_prompt(pack_token_ids(token_ids), MODEL)
 
-    assert caught.value.field == field
+    assert (caught.value.field, type(caught.value)) == (field, kind)
 
 
 def test_the_longest_prompt_leaves_room_for_one_token() -> None:
