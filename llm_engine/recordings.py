@@ -6,7 +6,7 @@ fixed addresses.
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Generic, TypeVar
 
@@ -28,12 +28,13 @@ class CudaGraphRecorder:
     """Records a function's launches on the current device; its kernels have run before.
 
     Recordings of one recorder share their working memory: they run one after another, and a result
-    is valid until the next recording runs.
+    is valid until the next recording runs. Those after one that failed share another memory.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._refused: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, work: Callable[[], Result]) -> Callable[[], Result]:
         graph = torch.cuda.CUDAGraph()
@@ -44,13 +45,28 @@ class CudaGraphRecorder:
             try:
                 result = work()
             finally:
-                graph.capture_end()
+                self._end(graph)
 
         def repeat() -> Result:
             graph.replay()
             return result
 
         return repeat
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except Exception:
+            # Of a recording that CUDA refuses, for instance because the work has waited for the
+            # device, torch 2.11 does not tell its allocators the end: that of the device
+            # would keep freed memory, and both would refuse each later recording in this pool.
+            with suppress(RuntimeError):  # they know
+                device = torch.cuda.current_device()
+                torch._C._cuda_endAllocateToPool(device, self._pool)
+                torch._C._cuda_releasePool(device, self._pool)
+                self._pool = torch.cuda.graph_pool_handle()
+                self._refused.append(graph)  # that of pinned memory still has its address
+            raise
 
 
 def needs_results() -> bool:

@@ -230,14 +230,9 @@ def test_products_of_torch_are_recorded_by_the_thread_that_loads_the_engine(
     assert len(asked) == num_asked
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_another_thread_than_the_one_that_loads_an_engine_records_between_steps_on_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool
-) -> None:
+def gpu_engine(folder: Path, *, deterministic: bool = True) -> Engine:
     write_checkpoint(
-        tmp_path,
+        folder,
         "llama",
         num_hidden_layers=2,
         hidden_size=256,
@@ -246,34 +241,88 @@ def test_another_thread_than_the_one_that_loads_an_engine_records_between_steps_
         head_dim=64,
         dtype=torch.bfloat16,
     )
-    own = load_engine(
-        tmp_path,
+    return load_engine(
+        folder,
         page_size=16,
         num_pages=60,
         device="cuda",
         num_seats=16,
         deterministic=deterministic,
     )
+
+
+def gpu_results(engine: Engine, driven: list[DrivenSequence]) -> Results:
+    engine.storage.pages.fill_(torch.nan)
+    for each in driven:
+        each.restart()
+    run(engine, driven, chunk_size=5)
+    return [(each.drawn, computed_kv(engine, each)) for each in driven]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_another_thread_than_the_one_that_loads_an_engine_records_between_steps_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    own = gpu_engine(tmp_path, deterministic=deterministic)
     monkeypatch.setattr(DeviceRunner, "max_launched", 1)
     plain = Engine(own.config, own.storage, own.decoder, HostRunner(own.storage, own.decoder))
     between = RecordsBetween(own.config, own.storage, own.decoder, own._runner)
     driven = sequences()
 
-    def results(engine: Engine) -> Results:
-        engine.storage.pages.fill_(torch.nan)
-        for each in driven:
-            each.restart()
-        run(engine, driven, chunk_size=5)
-        return [(each.drawn, computed_kv(engine, each)) for each in driven]
-
-    expected = results(plain)
+    expected = gpu_results(plain, driven)
     with ThreadPoolExecutor(1) as other:
-        found = [other.submit(results, between).result() for _ in range(2)]
+        found = [other.submit(gpu_results, between, driven).result() for _ in range(2)]
         assert (between.num_recorded > 0) == deterministic
         other.submit(record_all, between).result()
-        found.append(other.submit(results, between).result())
+        found.append(other.submit(gpu_results, between, driven).result())
 
     for each in found:
         if deterministic:  # else rows depend on each other
             assert_equal(each, expected)
         assert [len(tokens) for tokens, _ in each] == [len(tokens) for tokens, _ in expected]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_what_cuda_refuses_to_record_is_launched_and_what_comes_later_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = gpu_engine(tmp_path)
+    plain = Engine(own.config, own.storage, own.decoder, HostRunner(own.storage, own.decoder))
+    driven = sequences()
+    expected = gpu_results(plain, driven)
+    run_layers, replay = own.decoder.run_layers, torch.cuda.CUDAGraph.replay
+    num_refused = num_replayed = 0
+
+    def run_layers_and_wait(token_ids: Tensor) -> Tensor:
+        nonlocal num_refused
+        hidden = run_layers(token_ids)
+        if torch.cuda.is_current_stream_capturing():
+            num_refused += 1
+            torch.cuda.synchronize()
+        return hidden
+
+    def replay_and_count(graph: torch.cuda.CUDAGraph) -> None:
+        nonlocal num_replayed
+        num_replayed += 1
+        replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay_and_count)
+    with monkeypatch.context() as patch:
+        patch.setattr(own.decoder, "run_layers", run_layers_and_wait)
+        assert own.record_next(), "a pass of a prompt, while nothing is to be computed"
+        assert_equal(gpu_results(own, driven[:1]), expected[:1])  # and steps, in service
+    refused = logged("step_not_recorded", caplog)
+    assert len(refused) == num_refused > 1
+    assert all("captur" in str(each["error"]) for each in refused)
+    assert num_replayed == 0
+
+    caplog.clear()
+    assert record_all(own) > 0
+    assert_equal(gpu_results(own, driven), expected)
+
+    assert not logged("step_not_recorded", caplog)
+    assert num_replayed > 0
+    assert_equal(gpu_results(own, driven[:1]), expected[:1])
