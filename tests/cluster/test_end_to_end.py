@@ -366,8 +366,10 @@ def constrained_requests(cluster):
 @pytest.fixture(scope="module")
 def through_a_kill(cluster):
     """The answers to both kinds of requests, calm and while one decode worker is killed."""
-    return answer_through_a_kill(
-        cluster, plain_requests(cluster) + constrained_requests(cluster)[0]
+    return answer_through_an_end(
+        cluster,
+        plain_requests(cluster) + constrained_requests(cluster)[0],
+        lambda victim: os.kill(cluster.pid(victim), signal.SIGKILL),
     )
 
 
@@ -385,6 +387,36 @@ def test_a_killed_decode_worker_costs_no_token(cluster, oracle, through_a_kill):
     assert list(interrupted[0].token_ids) == oracle.tokens(prompt, num_tokens)
     for resumed in (interrupted[:4], interrupted[4:]):
         assert sum(each.usage.resumptions for each in resumed) > 0
+
+
+def test_a_decode_worker_that_loses_its_device_ends_comes_back_and_costs_no_token(cluster):
+    def lose_device(actor):  # in the worker's process
+        import torch
+
+        def read():
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+        if actor._settings.device == "cuda":
+            torch._assert_async(torch.zeros(1, device="cuda"))
+        else:
+            actor._process._executor.engine.read = read
+
+    def end(victim):
+        import ray
+
+        process = psutil.Process(cluster.pid(victim))
+        ray.get(ray.get_actor(victim).__ray_call__.remote(lose_device), timeout=30)
+        process.wait(timeout=30)
+
+    requests = [  # that last until the device is lost
+        (prompt, options | {"max_tokens": 2 * options["max_tokens"]})
+        for prompt, options in plain_requests(cluster)[3:5]
+    ]
+    undisturbed, interrupted = answer_through_an_end(cluster, requests, end)
+
+    for calm, resumed in zip(undisturbed, interrupted, strict=True):
+        assert resumed.choices == calm.choices
+    assert sum(each.usage.resumptions for each in interrupted) > 0
 
 
 # As test_controller.py shows it without a Ray.
@@ -455,10 +487,10 @@ def long_forms(length):
     ]
 
 
-def answer_through_a_kill(cluster, requests):
-    """Answer requests (prompt, options) twice, the second time while a decode worker is killed.
+def answer_through_an_end(cluster, requests, end):
+    """Answer requests (prompt, options) twice, the second time while a decode worker ends.
 
-    Returns the completions of both runs.
+    `end` is called with its name. Returns the completions of both runs.
     """
 
     async def work(client):
@@ -472,7 +504,7 @@ def answer_through_a_kill(cluster, requests):
             await asyncio.sleep(0.01)
         status, _ = await until(client, lambda status: busy(status, "decode"))
         victim = busy(status, "decode")[0]
-        os.kill(cluster.pid(victim), signal.SIGKILL)
+        await asyncio.to_thread(end, victim)
         interrupted = await asyncio.gather(*tasks)
         status, _ = await until(client, lambda status: is_restarted(status, victim, before))
         after = incarnations(status)
