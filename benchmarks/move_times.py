@@ -32,7 +32,7 @@ def time_moves(folder: Path) -> None:
     from kv_transfer.receiver import Receiver
 
     file = (folder / f"{os.getpid()}.moves").open("w", encoding="utf-8", buffering=1)
-    copied: deque[MoveTimes] = deque()  # by the thread, in the order of the receives
+    copied: deque[MoveTimes] = deque()  # by either thread, in the order of the receives
     mine = threading.local()
     copy, launch, receive = CudaPeerPages.copy, CudaPeerPages._copy_by_engine, Receiver._receive
 

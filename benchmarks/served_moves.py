@@ -6,8 +6,9 @@ Case N: a prompt of N tokens that the prefill worker has cached and the decode w
 in full; pages of both lie in random order, as in benchmarks.disaggregation. For a transfer, means
 of all but the first: `receive_ms` in which a receive was posted, as the worker counts it;
 `device_ms` in which its device copied pages; `launch_ms` in which the host launched the copies;
-`wake_ms` until the thread that copies saw their end; `between_ms` from there through the event
-loops of both workers to the beginning of the next chunk's copies.
+`wake_ms` by which the threads that copy took longer than that; `between_ms` in which none of them
+copied, because first the event loop of one worker or of both had a turn. Where the copies of a
+chunk are launched before those of the last one end, no such time lies between the two.
 """
 
 import json
@@ -26,16 +27,15 @@ REPEATS = 10
 
 def parts_of(chunks: list[MoveTimes]) -> Row:
     """Return where the time of one transfer went, ms; chunks in order."""
-    ends = [
-        0.0,
-        *(chunk.received_s for chunk in chunks),
-    ]  # of those posted at once, one is received
+    # Of those posted at once, one is received, and of those launched at once, one is copied.
+    pairs = list(zip(chunks, [MoveTimes(), *chunks], strict=False))
     receive_s = sum(
-        chunk.received_s - max(chunk.posted_s, end)
-        for chunk, end in zip(chunks, ends, strict=False)
+        chunk.received_s - max(chunk.posted_s, before.received_s) for chunk, before in pairs
     )
     device_ms = sum(chunk.device_ms for chunk in chunks)
-    copy_ms = 1e3 * sum(chunk.copied_s - chunk.begun_s for chunk in chunks)
+    copy_ms = 1e3 * sum(
+        chunk.copied_s - max(chunk.begun_s, before.copied_s) for chunk, before in pairs
+    )
     return {
         "receive_ms": 1e3 * receive_s,
         "device_ms": device_ms,

@@ -36,11 +36,23 @@ def test_a_transfers_time_has_parts() -> None:
         received_s=15 * MS,
         device_ms=4.0,
     )
+    third = MoveTimes(  # and copied behind the second
+        posted_s=7 * MS,
+        begun_s=11 * MS,
+        launched_s=12 * MS,
+        copied_s=18 * MS,
+        received_s=19 * MS,
+        device_ms=5.0,
+    )
 
     parts = parts_of([first, second])
+    overlapping = parts_of([first, second, third])
 
     assert parts == pytest.approx(
         {"receive_ms": 15.0, "device_ms": 8.5, "launch_ms": 3.0, "wake_ms": 1.5, "between_ms": 5.0}
+    )
+    assert overlapping == pytest.approx(
+        {"receive_ms": 19.0, "device_ms": 13.5, "launch_ms": 4.0, "wake_ms": 1.5, "between_ms": 4.0}
     )
 
 
