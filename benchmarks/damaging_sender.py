@@ -8,8 +8,9 @@ sends those pages. So the damage travels over the transport.
 import asyncio
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from threading import Thread
@@ -199,6 +200,12 @@ class DamagingConnection:
     storage: PageStorage
     # pages of a chunk |-> how to send them, once
     planned: dict[tuple[int, ...], Begin] = field(default_factory=dict)
+    # First of those to send from; a connection has fewer chunks under way (WINDOW) than are here.
+    spare_pages: Iterator[int] = field(
+        default_factory=lambda: cycle(
+            range(PROMPTS * SEQUENCE_PAGES, NUM_PAGES - CHUNK_PAGES, CHUNK_PAGES)
+        )
+    )
 
     @property
     def connection_id(self) -> str:
@@ -212,7 +219,7 @@ class DamagingConnection:
     def max_chunk_bytes(self) -> int:
         return self.inner.max_chunk_bytes
 
-    async def send(self, page_ids: Sequence[int], deadline: float) -> None:
+    async def send(self, page_ids: Sequence[int], seconds: float) -> None:
         if plan := self.planned.pop(tuple(page_ids), None):
             others = pages_of((plan.prompt + 1) % PROMPTS)
             contents = damaged(
@@ -221,13 +228,13 @@ class DamagingConnection:
                 stale=self.storage.export_pages(others[: len(page_ids)]),
                 seed=plan.seed,
             )
-            first = PROMPTS * SEQUENCE_PAGES  # nothing else uses these, and sends are in order
+            first = next(self.spare_pages)
             page_ids = range(first, first + len(page_ids))
             self.storage.import_pages(page_ids, contents)
-        await self.inner.send(page_ids, deadline)
+        await self.inner.send(page_ids, seconds)
 
-    async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
-        await self.inner.receive(page_ids, deadline)
+    async def receive(self, page_ids: Sequence[int], seconds: float) -> None:
+        await self.inner.receive(page_ids, seconds)
 
     async def abort(self) -> None:
         await self.inner.abort()

@@ -96,12 +96,12 @@ async def _serve(pipe: Pipe, side: Side) -> None:
                     connection = await transport.connect(connection_id, offer, KEY, deadline)
                 case "send", (moves,):
                     for page_ids in moves:
-                        await connection.send(page_ids, loop.time() + MOVE_S)
+                        await connection.send(page_ids, MOVE_S)
                 case "receive", (moves,):
                     answer = []
                     for page_ids in moves:
                         begun_at = loop.time()
-                        await connection.receive(page_ids, begun_at + MOVE_S)
+                        await connection.receive(page_ids, MOVE_S)
                         answer.append(loop.time() - begun_at)
                 case "digest", (page_ids,):
                     answer = transport.digests(page_ids)

@@ -12,23 +12,26 @@ and for each operation
     sender    magic (8) | frame number (8) | number of pages (4) | page ids (4 each)
     receiver  frame number (8): it has read them
 
-All integers are big-endian. A frame that the receiver does not expect breaks the connection.
+The sender names the pages of one operation more before those of the last one are read, so that the
+receiver launches their copy behind the last one: no round trip lies between the two. All integers
+are big-endian. A frame that the receiver does not expect breaks the connection.
 
 Only the receiver writes, into its own pages and without its peer's help; so nothing hangs when the
-peer dies, and an abort lasts no longer than a copy. A mapping keeps the memory of a dead sender
+peer dies, and an abort lasts no longer than two copies. A mapping keeps the memory of a dead sender
 alive, which its successor needs: the receiver always reads the socket, whose end tells it to unmap.
 """
 
 import asyncio
 import logging
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kv_cache.page_storage import PageStorage
+from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import (
     ConnectionBroken,
     LayoutMismatch,
@@ -43,6 +46,9 @@ from observability.logs import fields
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+IN_PROGRESS = 2  # operations: one begins while the one before it ends
 MAX_CARD_BYTES = 512
 MAX_FRAME_PAGES = 1 << 20  # a worker's whole pool, and 4 MiB of ids
 MAX_CHUNK_BYTES = 1 << 40  # no network is between the GPUs: whatever is handed over
@@ -57,10 +63,13 @@ _MAPPED, _NOT_MAPPED = b"\x01", b"\x00"
 
 
 class PeerPages(Protocol):
-    """The pages of a sender, mapped. All calls block, and come from one thread."""
+    """The pages of a sender, mapped. All calls block."""
 
     def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
-        """Copy pages of the sender into pages of this worker; return when they are written."""
+        """Copy pages of the sender into pages of this worker; return when they are written.
+
+        Another thread may call it meanwhile; its copy then comes behind this one.
+        """
         ...
 
     def close(self) -> None:
@@ -118,15 +127,15 @@ class CudaIpcTransport:
 
     async def accept(self, connection_id: str, deadline: float) -> "Receiving":
         wire = await self._sockets.accept(connection_id, deadline)
-        thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
+        threads = ThreadPoolExecutor(IN_PROGRESS, thread_name_prefix=self.name)
         with _setting_up(wire, if_late="the sender sent no card in time"):
             try:
                 async with asyncio.timeout_at(deadline):
-                    pages, num_pages = await self._map(wire, thread)
+                    pages, num_pages = await self._map(wire, threads)
             except BaseException:
-                thread.shutdown(wait=False)
+                threads.shutdown(wait=False)
                 raise
-        receiving = Receiving(connection_id, wire, thread, pages, num_pages)
+        receiving = Receiving(connection_id, wire, threads, pages, num_pages)
         self._connections.add(receiving)
         return receiving
 
@@ -143,7 +152,7 @@ class CudaIpcTransport:
                 answer = await wire.receive(len(_MAPPED))
             if answer != _MAPPED:
                 raise TransportRefused("the receiver cannot map the pages of this worker")
-        sending = Sending(connection_id, wire, asyncio.to_thread)
+        sending = Sending(connection_id, wire)
         self._connections.add(sending)
         return sending
 
@@ -151,7 +160,7 @@ class CudaIpcTransport:
         await self._sockets.close()
         await self._connections.abort()
 
-    async def _map(self, wire: PageSocket, thread: ThreadPoolExecutor) -> tuple[PeerPages, int]:
+    async def _map(self, wire: PageSocket, threads: ThreadPoolExecutor) -> tuple[PeerPages, int]:
         magic, num_pages, page_bytes, card_length = _CARD.unpack(await wire.receive(_CARD.size))
         if magic != _CARD_MAGIC or not 0 < card_length <= MAX_CARD_BYTES:
             raise ConnectionBroken("what the sender sent is not a card")
@@ -161,7 +170,7 @@ class CudaIpcTransport:
                 f"pages have {page_bytes} bytes at the sender, {self._storage.page_bytes} here"
             )
         loop = asyncio.get_running_loop()
-        opening = thread.submit(self._memory.open, card, num_pages)
+        opening = threads.submit(self._memory.open, card, num_pages)
         try:
             pages = await asyncio.shield(asyncio.wrap_future(opening))
         except TransportRefused as error:
@@ -170,98 +179,155 @@ class CudaIpcTransport:
             raise
         except asyncio.CancelledError:
             # The thread goes on; its mapping must not stay.
-            thread.submit(_close_opened, opening)
+            threads.submit(_close_opened, opening)
             raise
         try:
             await wire.send(_MAPPED)
         except BaseException:
-            await loop.run_in_executor(thread, pages.close)
+            await loop.run_in_executor(threads, pages.close)
             raise
         return pages, num_pages
 
 
-class Sending(SocketConnection):
+class PipelinedConnection(SocketConnection):
+    """Base of both sides: an operation begins while the one before it ends.
+
+    One that begins holds `_beginning`, and keeps it until it gets `_order`, which one that ends
+    holds. So both parts run in the order of the calls, and no third operation begins.
+    """
+
+    def __init__(self, connection_id: str, wire: PageSocket, run_blocking: RunBlocking) -> None:
+        super().__init__(connection_id, wire, run_blocking)
+        self._beginning = asyncio.Lock()
+
+    async def _operate(
+        self,
+        begin: Callable[[], Awaitable[T]],
+        end: Callable[[T], Awaitable[None]],
+        seconds: float,
+    ) -> None:
+        """Run an operation in two parts, each within a time from when its turn comes."""
+        with self._breaking():
+            async with self._beginning:
+                async with asyncio.timeout(seconds):
+                    self._check_healthy()
+                    begun = await begin()
+                await self._order.acquire()
+            try:
+                async with asyncio.timeout(seconds):
+                    self._check_healthy()
+                    await end(begun)
+                    self._num_done += 1
+            finally:
+                self._order.release()
+
+    async def _leave_wire(self) -> None:
+        async with self._beginning:
+            await super()._leave_wire()
+
+
+class Sending(PipelinedConnection):
     """Implements the sender's half of `kv_transfer.transport.Connection`."""
+
+    def __init__(self, connection_id: str, wire: PageSocket) -> None:
+        super().__init__(connection_id, wire, asyncio.to_thread)
+        self._num_named = 0  # frames
 
     @property
     def max_chunk_bytes(self) -> int:
         return MAX_CHUNK_BYTES
 
-    async def send(self, page_ids: Sequence[int], deadline: float) -> None:
-        async with self._operating(deadline):
-            header = _FRAME.pack(_FRAME_MAGIC, self._num_done, len(page_ids))
-            await self._wire.send(header + struct.pack(f"!{len(page_ids)}I", *page_ids))
-            (frame,) = _READ.unpack(await self._wire.receive(_READ.size))
-            if frame != self._num_done:
-                raise ConnectionBroken(f"frame {frame} was read, expected {self._num_done}")
+    async def send(self, page_ids: Sequence[int], seconds: float) -> None:
+        await self._operate(partial(self._name, page_ids), self._await_read, seconds)
 
-    async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
+    async def receive(self, page_ids: Sequence[int], seconds: float) -> None:
         raise AssertionError("a sender receives nothing")
 
+    async def _name(self, page_ids: Sequence[int]) -> int:
+        frame = self._num_named
+        self._num_named += 1
+        header = _FRAME.pack(_FRAME_MAGIC, frame, len(page_ids))
+        await self._wire.send(header + struct.pack(f"!{len(page_ids)}I", *page_ids))
+        return frame
 
-class Receiving(SocketConnection):
+    async def _await_read(self, frame: int) -> None:
+        (read,) = _READ.unpack(await self._wire.receive(_READ.size))
+        if read != frame:
+            raise ConnectionBroken(f"frame {read} was read, expected {frame}")
+
+
+class Receiving(PipelinedConnection):
     """Implements the receiver's half of `kv_transfer.transport.Connection`."""
 
     def __init__(
         self,
         connection_id: str,
         wire: PageSocket,
-        thread: ThreadPoolExecutor,
+        threads: ThreadPoolExecutor,
         pages: PeerPages,
         num_pages: int,
     ) -> None:
         loop = asyncio.get_running_loop()
-        super().__init__(connection_id, wire, partial(loop.run_in_executor, thread))
-        self._thread = thread
+        super().__init__(connection_id, wire, partial(loop.run_in_executor, threads))
+        self._threads = threads
         self._pages = pages
         self._num_pages = num_pages  # of the sender
-        # The sender waits for each frame to be read, so one is the most that can be here.
-        self._frame: asyncio.Queue[tuple[int, ...] | ConnectionBroken] = asyncio.Queue(1)
+        # As many as the sender names before the first of them is read.
+        self._frames: asyncio.Queue[tuple[int, ...] | ConnectionBroken]
+        self._frames = asyncio.Queue(IN_PROGRESS)
         self._reading = loop.create_task(self._read())
 
-    async def send(self, page_ids: Sequence[int], deadline: float) -> None:
+    async def send(self, page_ids: Sequence[int], seconds: float) -> None:
         raise AssertionError("a receiver sends nothing")
 
-    async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
-        async with self._operating(deadline):
-            source_ids = await self._frame.get()
-            if isinstance(source_ids, ConnectionBroken):
-                raise source_ids
-            if len(source_ids) != len(page_ids):
-                raise ConnectionBroken(f"{len(source_ids)} pages arrive, expected {len(page_ids)}")
-            await self._touch(partial(self._pages.copy, source_ids, page_ids))
-            await self._wire.send(_READ.pack(self._num_done))
+    async def receive(self, page_ids: Sequence[int], seconds: float) -> None:
+        await self._operate(partial(self._copy, page_ids), self._answer, seconds)
+
+    async def _copy(self, page_ids: Sequence[int]) -> Awaitable[None]:
+        """Begin the copy that the next frame asks for; return what ends with it."""
+        source_ids = await self._frames.get()
+        if isinstance(source_ids, ConnectionBroken):
+            raise source_ids
+        if len(source_ids) != len(page_ids):
+            raise ConnectionBroken(f"{len(source_ids)} pages arrive, expected {len(page_ids)}")
+        return self._touch(partial(self._pages.copy, source_ids, page_ids))
+
+    async def _answer(self, copied: Awaitable[None]) -> None:
+        await copied
+        await self._wire.send(_READ.pack(self._num_done))
 
     async def _stop(self) -> None:
-        self._wire.shut()
-        await asyncio.wait({self._reading})
         await super()._stop()
-        closing = asyncio.get_running_loop().run_in_executor(self._thread, self._pages.close)
-        self._thread.shutdown(wait=False)
+        closing = asyncio.get_running_loop().run_in_executor(self._threads, self._pages.close)
+        self._threads.shutdown(wait=False)
         try:
             await closing
         except Exception:
             # Nothing writes any more, which is what an abort is for.
             logger.exception("pages_not_unmapped")
 
+    async def _leave_wire(self) -> None:
+        await asyncio.wait({self._reading})
+        await super()._leave_wire()
+
     async def _read(self) -> None:
         """Take frames until the socket ends, which ends the connection."""
         num_frames = 0
         try:
             while True:
-                self._frame.put_nowait(await self._next_frame(num_frames))
+                self._frames.put_nowait(await self._next_frame(num_frames))
                 num_frames += 1
         except asyncio.QueueFull:
-            ending = ConnectionBroken("a frame arrived before the last one was read")
+            ending = ConnectionBroken("a third frame arrived before the first one was read")
         except ConnectionBroken as error:
             ending = error
         except OSError as error:
             ending = ConnectionBroken(str(error))
         finally:
             self._begin_abort()
-        if self._frame.full():
-            self._frame.get_nowait()
-        self._frame.put_nowait(ending)
+        while not self._frames.empty():
+            self._frames.get_nowait()  # what they name may not be there any more
+        self._frames.put_nowait(ending)
 
     async def _next_frame(self, number: int) -> tuple[int, ...]:
         magic, frame, count = _FRAME.unpack(await self._wire.receive(_FRAME.size))

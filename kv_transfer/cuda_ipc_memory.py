@@ -6,6 +6,7 @@ the running steps of either side; pages that follow each other on both sides are
 """
 
 import importlib
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,11 +101,15 @@ class CudaPeerPages:
         self._owned_stream = memory.called("cudaStreamCreateWithFlags", created)
         self._stream = cuda.ExternalStream(int(self._owned_stream), device=memory.device)
         self._words = self._as_tensor(num_pages) if is_same_gpu else None
+        # Held while the copies of a call are launched: if those of two calls took turns on the
+        # stream, both would end with the last.
+        self._launching = threading.Lock()
 
     def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         if not source_ids:
             return
-        with cuda.stream(self._stream):
+        cuda.set_device(self._memory.device)  # of this thread
+        with self._launching, cuda.stream(self._stream):
             if self._words is not None:
                 self._copy_by_kernel(self._words, source_ids, target_ids)
             else:

@@ -155,20 +155,20 @@ class NcclConnection(OrderedConnection):
     async def open(self, deadline: float) -> None:
         """Run this side's half of the set-up; on failure abort and raise ConnectionBroken."""
         try:
-            await self._run(self._link.open, deadline)
+            await self._run(self._link.open, deadline - asyncio.get_running_loop().time())
         except BaseException:
             # Not awaited: the caller has a deadline, and abort of a dead peer takes seconds.
             self._begin_abort()
             raise
 
-    async def send(self, page_ids: Sequence[int], deadline: float) -> None:
-        await self._run(lambda: self._link.send(page_ids), deadline)
+    async def send(self, page_ids: Sequence[int], seconds: float) -> None:
+        await self._run(lambda: self._link.send(page_ids), seconds)
 
-    async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
-        await self._run(lambda: self._link.receive(page_ids), deadline)
+    async def receive(self, page_ids: Sequence[int], seconds: float) -> None:
+        await self._run(lambda: self._link.receive(page_ids), seconds)
 
-    async def _run(self, steps: Callable[[], Steps[None]], deadline: float) -> None:
-        async with self._operating(deadline):
+    async def _run(self, steps: Callable[[], Steps[None]], seconds: float) -> None:
+        async with self._operating(seconds):
             await asyncio.wrap_future(self._thread.submit(self, steps()))
 
     async def _stop(self) -> None:

@@ -1,6 +1,6 @@
 """Several transfers over one connection: the order in which both sides post, and how many may wait.
 
-A connection moves one message after the other, and both sides must post in the same order. The
+A connection moves one chunk after the other, and both sides must post in the same order. The
 sender decides it: it numbers its sends and puts the number into ChunkPosted, and the receiver posts
 by number. A missing number belongs to a transfer whose stream was lost after ChunkGo: that transfer
 aborts the connection and so ends the wait of all others, such as those of the next stream.
@@ -41,17 +41,11 @@ class Outgoing:
         self.connection = connection
         self.load = Load()
         self._num_posted = 0
-        self._order = asyncio.Lock()
 
     def next_order(self) -> int:
         """Return the number of a send; sends must then be called in the order of their numbers."""
         self._num_posted += 1
         return self._num_posted - 1
-
-    async def send(self, page_ids: Sequence[int], seconds: float) -> None:
-        """Send pages over the connection, within a time from the end of the previous send."""
-        async with self._order:
-            await self.connection.send(page_ids, asyncio.get_running_loop().time() + seconds)
 
 
 class Slots:
@@ -97,8 +91,7 @@ class Incoming:
         self.slots = Slots(WINDOW)
         self.load = Load()
         self._is_broken = False  # a receive failed, so that no turn comes any more
-        self._num_done = 0
-        self._known: set[int] = set()  # announced numbers that are not done
+        self._num_posted = 0
         self._waiting: dict[int, asyncio.Future[None]] = {}  # number |-> set when its turn comes
 
     async def receive(self, order: int, page_ids: Sequence[int], seconds: float) -> None:
@@ -109,15 +102,14 @@ class Incoming:
                 failed or was cancelled.
         """
         await self._turn(order)
+        self._num_posted += 1
+        if (following := self._waiting.get(self._num_posted)) and not following.done():
+            following.set_result(None)  # it is posted in a task of its own, so behind this one
         try:
-            await self.connection.receive(page_ids, asyncio.get_running_loop().time() + seconds)
+            await self.connection.receive(page_ids, seconds)
         except BaseException:
             self._break()
             raise
-        self._known.remove(order)
-        self._num_done += 1
-        if (following := self._waiting.pop(self._num_done, None)) and not following.done():
-            following.set_result(None)
 
     async def abort(self) -> None:
         """Abort the connection, and end all waits for turns that will not come."""
@@ -127,10 +119,9 @@ class Incoming:
     async def _turn(self, order: int) -> None:
         if self._is_broken or self.connection.is_broken:
             raise ConnectionBroken("the connection broke while another transfer used it")
-        if order < self._num_done or order in self._known:
+        if order < self._num_posted or order in self._waiting:
             raise ConnectionBroken(f"the number {order} of a send comes twice")
-        self._known.add(order)
-        if order == self._num_done:
+        if order == self._num_posted:
             return
         turn = self._waiting[order] = asyncio.get_running_loop().create_future()
         try:
@@ -138,6 +129,7 @@ class Incoming:
         except asyncio.CancelledError:
             self._break()  # its pages come all the same, before those of any later receive
             raise
+        self._waiting.pop(order, None)  # none after a failure
 
     def _break(self) -> None:
         self._is_broken = True

@@ -1,8 +1,8 @@
 """What the connections of all transports share: order, deadlines, errors, and a safe abort."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Generic, TypeVar
 
 from kv_transfer.errors import ConnectionBroken
@@ -53,14 +53,23 @@ class OrderedConnection:
         raise NotImplementedError
 
     @asynccontextmanager
-    async def _operating(self, deadline: float) -> AsyncIterator[None]:
-        """Run one operation; any failure in it breaks the connection."""
-        try:
-            async with asyncio.timeout_at(deadline), self._order:
-                if self._is_broken:
-                    raise ConnectionBroken(f"connection {self._connection_id!r} is broken")
+    async def _operating(self, seconds: float) -> AsyncIterator[None]:
+        """Run one operation when those before it have ended, and within a time from then."""
+        with self._breaking():
+            async with self._order, asyncio.timeout(seconds):
+                self._check_healthy()
                 yield
                 self._num_done += 1
+
+    def _check_healthy(self) -> None:
+        if self._is_broken:
+            raise ConnectionBroken(f"connection {self._connection_id!r} is broken")
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Let any failure within break the connection."""
+        try:
+            yield
         except BaseException as error:
             self._is_broken = True
             if isinstance(error, ConnectionBroken) or not isinstance(error, Exception):

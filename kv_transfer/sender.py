@@ -137,7 +137,8 @@ class Sender:
         num_bytes = len(page_ids) * self._storage.page_bytes
         wait = Wait(kind=WaitKind.TRANSFER, chunk=chunk)
         try:
-            await self._outgoing.send(page_ids, self._deadlines.seconds(wait, num_bytes))
+            seconds = self._deadlines.seconds(wait, num_bytes)
+            await self._outgoing.connection.send(page_ids, seconds)
         except Exception as error:
             self.driver.post(ConnectionLost(f"send failed: {error}"))
             return

@@ -1,12 +1,13 @@
 """Base of connections over a socket: copies of pages beside it, which an abort waits for."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from kv_transfer.driver import RunBlocking
 from kv_transfer.ordered_connection import OrderedConnection
 from kv_transfer.page_socket import PageSocket
+from pagewire.protos.call_tasks import mark_seen
 
 T = TypeVar("T")
 
@@ -18,24 +19,31 @@ class SocketConnection(OrderedConnection):
         super().__init__(connection_id)
         self._wire = wire
         self._run_blocking = run_blocking
-        self._copy: asyncio.Task[Any] | None = None  # touches the storage right now
+        self._copies: set[asyncio.Task[Any]] = set()  # touch the storage right now
 
     async def _stop(self) -> None:
         self._wire.shut()
-        async with self._order:
-            pass
-        if self._copy is not None:
+        await self._leave_wire()
+        if self._copies:
             # A thread cannot be stopped; it ends on its own within one copy.
-            await asyncio.wait({self._copy})
+            await asyncio.wait(self._copies)
         self._wire.close()
 
-    async def _touch(self, function: Callable[[], T]) -> T:
-        """Run work that touches pages; `abort` waits for it, even if the caller has left."""
+    async def _leave_wire(self) -> None:
+        """Return when nothing waits on the socket, which is shut."""
+        async with self._order:
+            pass
+
+    def _touch(self, function: Callable[[], T]) -> Awaitable[T]:
+        """Begin work that touches pages; `abort` waits for it, even if the caller has left."""
 
         async def run() -> T:
             return await self._run_blocking(function)
 
         copy = asyncio.get_running_loop().create_task(run())
-        self._copy = copy
+        self._copies.add(copy)
+        copy.add_done_callback(self._copies.discard)
         # Shielded: a deadline must not make the copy look finished.
-        return await asyncio.shield(copy)
+        touched = asyncio.shield(copy)
+        touched.add_done_callback(mark_seen)  # a caller that has left reads no error
+        return touched

@@ -87,8 +87,8 @@ class TcpConnection(SocketConnection):
         self._storage = storage
         self._pages_at_once = max(1, CHUNK_BYTES // storage.page_bytes)
 
-    async def send(self, page_ids: Sequence[int], deadline: float) -> None:
-        async with self._operating(deadline):
+    async def send(self, page_ids: Sequence[int], seconds: float) -> None:
+        async with self._operating(seconds):
             header = (_FRAME_MAGIC, self._num_done, len(page_ids), self._storage.page_bytes)
             await self._wire.send(_FRAME.pack(*header))
             for some in self._pieces(page_ids):
@@ -96,8 +96,8 @@ class TcpConnection(SocketConnection):
                 view = np.ascontiguousarray(contents).data.cast("B")
                 await self._wire.send(view)
 
-    async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
-        async with self._operating(deadline):
+    async def receive(self, page_ids: Sequence[int], seconds: float) -> None:
+        async with self._operating(seconds):
             header = _FRAME.unpack(await self._wire.receive(_FRAME.size))
             expected = (_FRAME_MAGIC, self._num_done, len(page_ids), self._storage.page_bytes)
             if header != expected:

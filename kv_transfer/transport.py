@@ -1,8 +1,8 @@
 """The seam between the transfer protocol and its carriers: cuda_ipc, nccl, tcp, loopback.
 
 A connection carries pages in one direction between one sender and one receiver. Operations of one
-side happen one after the other, in the order of their calls. The protocol guarantees the same order
-on both sides, and that both know of each other's operation before the receiver posts.
+side end one after the other, in the order of their calls. The protocol guarantees the same order on
+both sides, and that both know of each other's operation before the receiver posts.
 """
 
 import asyncio
@@ -38,16 +38,19 @@ class Connection(Protocol):
         """Most bytes to move at a time, or one page: other transfers wait for them."""
         ...
 
-    async def send(self, page_ids: Sequence[int], deadline: float) -> None:
+    async def send(self, page_ids: Sequence[int], seconds: float) -> None:
         """Send pages of the local storage, in order; returns when they may be reused.
 
+        Args:
+            seconds: How long it may take, from the end of the send before it.
+
         Raises:
-            ConnectionBroken: On any failure, or when loop time passes `deadline`. The caller must
-                then call abort before it reuses the pages.
+            ConnectionBroken: On any failure, or when it takes longer. The caller must then call
+                abort before it reuses the pages.
         """
         ...
 
-    async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
+    async def receive(self, page_ids: Sequence[int], seconds: float) -> None:
         """Receive as many pages into the local storage, in order; raises as send does."""
         ...
 

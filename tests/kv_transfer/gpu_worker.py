@@ -5,12 +5,13 @@ import multiprocessing
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection as Pipe
 from typing import Any, Self
 
 PAGES = 512
 ALL = list(range(PAGES))
+CHUNK_PAGES = 100  # of an operation; those of a move are posted at once
 KEY = bytes(32)
 
 
@@ -110,6 +111,14 @@ def check_death_of_sender(
         assert receiver.ask("digest", ALL[100:200]) == again.ask("digest", ALL[:100])
 
 
+async def in_chunks(
+    operation: Callable[[list[int], float], Awaitable[None]], page_ids: list[int], seconds: float
+) -> None:
+    """Send or receive pages by operations that are posted at once."""
+    starts = range(0, len(page_ids), CHUNK_PAGES)
+    await asyncio.gather(*(operation(page_ids[at : at + CHUNK_PAGES], seconds) for at in starts))
+
+
 def _main(pipe: Pipe, device: int, seed: int, name: str, options: dict[str, Any]) -> None:
     # Kernels that are first loaded while a transfer hangs would hang with it.
     os.environ["CUDA_MODULE_LOADING"] = "EAGER"
@@ -169,20 +178,20 @@ async def _serve(pipe: Pipe, device: int, seed: int, name: str, options: dict[st
                     )
                 case "send", (page_ids, seconds):
                     assert connection is not None
-                    await connection.send(page_ids, loop.time() + seconds)
+                    await in_chunks(connection.send, page_ids, seconds)
                 case "receive", (page_ids, seconds):
                     assert connection is not None
-                    await connection.receive(page_ids, loop.time() + seconds)
+                    await in_chunks(connection.receive, page_ids, seconds)
                 case "send for ever", (page_ids,):
                     assert connection is not None
                     while True:
-                        await connection.send(page_ids, loop.time() + 5)
+                        await in_chunks(connection.send, page_ids, 5.0)
                 case "receive until broken", (page_ids, seconds):
                     assert connection is not None
                     answer = 0
                     while True:
                         try:
-                            await connection.receive(page_ids, loop.time() + seconds)
+                            await in_chunks(connection.receive, page_ids, seconds)
                         except ConnectionBroken:
                             break
                         answer += 1

@@ -17,19 +17,29 @@ import torch
 from kv_transfer import cuda_ipc_memory
 from kv_transfer.cuda_ipc import CudaIpcTransport, Receiving, Sending
 from kv_transfer.cuda_ipc_memory import runs_of_pages
+from kv_transfer.driver import TransferStats
 from kv_transfer.errors import (
     ConnectionBroken,
     LayoutMismatch,
     TransportRefused,
 )
+from kv_transfer.order import Incoming, Outgoing
 from kv_transfer.page_socket import PageTls
 from kv_transfer.proven_sockets import ProvenSockets
 from prefill_worker.config import PrefillConfig
-from tests.kv_transfer.pair import KEY, check_order, check_whole_transfers, make_storage
+from tests.kv_transfer.pair import (
+    KEY,
+    Attempt,
+    Workers,
+    check_order,
+    check_whole_transfers,
+    make_storage,
+)
 from tests.kv_transfer.tcp_pair import run, soon, wire_tap
 from tests.kv_transfer.test_tcp_tls import page_tls
 from tests.support.certificates import Authority
 from tests.support.fake_engine import FakePageStorage
+from tests.support.loopback import LoopbackNetwork
 from tests.support.waiting import until
 
 SOURCE_CARD, TARGET_CARD = b"source" * 4, b"target" * 4
@@ -43,16 +53,22 @@ class HostPages:
         self.is_closed = threading.Event()
         self.closed_by = ""
         self.threads: set[str] = set()
-        self.is_copying = threading.Event()
-        self.may_copy = threading.Event()
-        self.may_copy.set()
+        self.begun: list[int] = []  # first source page of each copy
+        self.ended: list[int] = []
+        self.held: dict[int, threading.Event] = {}  # likewise |-> set when that copy may go on
 
     def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         self.threads.add(threading.current_thread().name)
-        self.is_copying.set()
-        assert self.may_copy.wait(10)
+        self.begun.append(source_ids[0])
+        if held := self.held.get(source_ids[0]):
+            assert held.wait(10)
         assert not self.is_closed.is_set(), "copied out of pages that are not mapped any more"
         self.target.import_pages(target_ids, self.source.export_pages(source_ids))
+        self.ended.append(source_ids[0])
+
+    def hold(self, page_id: int) -> threading.Event:
+        """Let the copy that begins with a page wait until the event is set."""
+        return self.held.setdefault(page_id, threading.Event())
 
     def close(self) -> None:
         self.closed_by = threading.current_thread().name
@@ -139,7 +155,7 @@ async def tapped(pair: Pair) -> list[bytes]:
     receiving, sending = await asyncio.gather(
         pair.receiver.accept("c0", soon()), pair.sender.connect("c0", past, KEY, soon())
     )
-    await asyncio.gather(sending.send([1], soon()), receiving.receive([2], soon()))
+    await asyncio.gather(sending.send([1], 5.0), receiving.receive([2], 5.0))
     assert (pair.source.export_pages([1]) == pair.target.export_pages([2])).all()
     page = pair.source.export_pages([1]).tobytes()
     assert not any(page in each for each in sent), "pages themselves do not cross the socket"
@@ -154,7 +170,7 @@ def test_pages_arrive_in_order() -> None:
 
             await check_order(pair, receiving, sending)
 
-            assert len(pair.mapped.threads) == 1
+            assert all(name.startswith("cuda_ipc") for name in pair.mapped.threads)
             assert sending.max_chunk_bytes >= PrefillConfig().max_chunk_pages * LARGE_PAGE_BYTES
 
     run(scenario)
@@ -258,7 +274,7 @@ def test_a_sender_that_dies_is_unmapped_at_once_though_nobody_waits_for_it() -> 
             await until(pair.mapped.is_closed.is_set)
             assert receiving.is_broken
             with pytest.raises(ConnectionBroken, match="is broken"):
-                await receiving.receive([1], soon())
+                await receiving.receive([1], 5.0)
 
     run(scenario)
 
@@ -267,7 +283,7 @@ def test_the_death_of_the_sender_ends_a_posted_receive() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
             receiving, sending = await pair.connect()
-            posted = asyncio.create_task(receiving.receive([1], soon(60)))
+            posted = asyncio.create_task(receiving.receive([1], 60.0))
             await asyncio.sleep(0.05)
 
             sending._wire.shut()
@@ -283,10 +299,10 @@ def test_abort_waits_for_the_copy_and_then_unmaps() -> None:
         async with a_pair() as pair:
             receiving, sending = await pair.connect()
             pages = pair.mapped
-            pages.may_copy.clear()
-            sends = asyncio.create_task(sending.send([1], soon()))
-            receives = asyncio.create_task(receiving.receive([2], soon(1)))
-            await until(pages.is_copying.is_set)
+            may_copy = pages.hold(1)
+            sends = asyncio.create_task(sending.send([1], 5.0))
+            receives = asyncio.create_task(receiving.receive([2], 1.0))
+            await until(lambda: pages.begun == [1])
 
             with pytest.raises(ConnectionBroken, match="no progress before the deadline"):
                 await receives
@@ -295,11 +311,189 @@ def test_abort_waits_for_the_copy_and_then_unmaps() -> None:
 
             assert not any(each.done() for each in aborts)
             assert not pages.is_closed.is_set()
-            pages.may_copy.set()
+            may_copy.set()
             await asyncio.wait_for(asyncio.gather(*aborts), 5)
             assert pages.is_closed.is_set()
             with pytest.raises(ConnectionBroken):
                 await sends
+
+    run(scenario)
+
+
+def post_both(
+    receiving: Receiving, sending: Sending, num_pages: int
+) -> tuple[list[asyncio.Task[None]], list[asyncio.Task[None]]]:
+    """Post a send of each of the first pages, and a receive into the page 32 places behind."""
+    return (
+        [asyncio.create_task(sending.send([page], 5.0)) for page in range(num_pages)],
+        [asyncio.create_task(receiving.receive([32 + page], 5.0)) for page in range(num_pages)],
+    )
+
+
+def test_pages_are_named_before_those_of_the_copy_in_front_are_read() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            pages = pair.mapped
+            may_copy = [pages.hold(page) for page in range(4)]
+            sends, receives = post_both(receiving, sending, 4)
+
+            await until(lambda: len(pages.begun) == 2)  # without any answer to the sender
+            await asyncio.sleep(0.05)
+            assert pages.begun == [0, 1]
+
+            may_copy[1].set()  # out of turn, which copies of one stream are not
+            await until(lambda: pages.ended == [1])
+            await asyncio.sleep(0.05)
+            assert not any(each.done() for each in (*sends, *receives)), "acknowledged out of turn"
+
+            for each in may_copy:
+                each.set()
+            for page, (send, receive) in enumerate(zip(sends, receives, strict=True)):
+                await send
+                assert page in pages.ended, "the sender may reuse a page that is being read"
+                await receive
+            moved = pair.source.export_pages(range(4))
+            assert (moved == pair.target.export_pages(range(32, 36))).all()
+
+    run(scenario)
+
+
+def test_a_transfer_copies_its_next_chunk_behind_the_one_in_front() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            workers = Workers(LoopbackNetwork())
+            workers.source, workers.target = pair.source, pair.target
+            attempt = Attempt(
+                workers,
+                (Incoming(receiving), Outgoing(sending)),
+                source_pages=range(8),
+                target_pages=range(32, 40),
+                chunk_pages=2,
+                compute_s=0.0,
+            )
+            may_copy = pair.mapped.hold(0)
+            running = asyncio.create_task(attempt.run())
+
+            await until(lambda: pair.mapped.begun == [0, 2])
+            await until(lambda: pair.mapped.ended == [2])
+            assert attempt.committed == []
+            may_copy.set()
+            received, sent, _ = await running
+
+            assert isinstance(received, TransferStats)
+            assert isinstance(sent, TransferStats)
+            assert attempt.committed == [2, 4, 6, 8]
+            assert attempt.is_equal(8)
+
+    run(scenario)
+
+
+def test_each_operation_has_its_time_from_the_end_of_the_one_before() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            may_copy = pair.mapped.hold(0)
+            first = post_both(receiving, sending, 1)
+            behind = [
+                asyncio.create_task(sending.send([1], 0.5)),
+                asyncio.create_task(receiving.receive([33], 0.5)),
+            ]
+
+            await asyncio.sleep(0.7)
+            may_copy.set()
+
+            await asyncio.gather(*first[0], *first[1], *behind)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("end", ["abort", "sender dies", "receive is cancelled"])
+def test_when_a_connection_ends_two_copies_end_and_no_third_begins(end: str) -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            pages = pair.mapped
+            may_copy = [pages.hold(page) for page in range(2)]
+            sends, receives = post_both(receiving, sending, 4)
+            await until(lambda: len(pages.begun) == 2)
+
+            match end:
+                case "sender dies":
+                    sending._wire.shut()
+                case "receive is cancelled":
+                    receives[0].cancel()
+                    _, late = await asyncio.wait(receives, timeout=5)
+                    assert not late, "pages behind those of a broken receive are waited for"
+            aborting = asyncio.create_task(receiving.abort())
+            for each in reversed(may_copy):
+                await asyncio.sleep(0.05)
+                assert not aborting.done()
+                each.set()
+            await asyncio.wait_for(aborting, 5)
+
+            assert sorted(pages.ended) == pages.begun == [0, 1]
+            for each in (*sends, *receives):
+                with pytest.raises((ConnectionBroken, asyncio.CancelledError)):
+                    await each
+
+    run(scenario)
+
+
+def test_pages_that_a_dead_sender_has_named_are_not_read() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            sends = [asyncio.create_task(sending.send([page], 5.0)) for page in range(3)]
+            await until(lambda: receiving._frames.qsize() == 2)
+            await asyncio.sleep(0.05)
+            assert not receiving.is_broken, "a third was named before the first was read"
+
+            sending._wire.shut()
+            await until(pair.mapped.is_closed.is_set)
+
+            for ending in (receiving.receive([32], 5.0), *sends):
+                with pytest.raises(ConnectionBroken):
+                    await ending
+            assert pair.mapped.begun == []
+
+    run(scenario)
+
+
+def test_an_abort_of_the_sender_leaves_the_socket_open_while_pages_are_named() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            _, sending = await pair.connect()
+            may_end = asyncio.Event()
+
+            async def send(data: bytes | memoryview) -> None:
+                await may_end.wait()
+
+            sending._wire.send = send  # type: ignore[method-assign]
+            naming = asyncio.create_task(sending.send([1], 5.0))
+            await asyncio.sleep(0)
+            aborting = asyncio.create_task(sending.abort())
+            await asyncio.sleep(0.05)
+
+            assert not aborting.done()
+            may_end.set()
+            await asyncio.wait_for(aborting, 5)
+            with pytest.raises(ConnectionBroken):
+                await naming
+
+    run(scenario)
+
+
+def test_an_acknowledgement_of_other_pages_breaks_the_connection() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+
+            await receiving._wire.send(struct.pack("!Q", 1))
+
+            with pytest.raises(ConnectionBroken, match="frame 1 was read, expected 0"):
+                await sending.send([1], 5.0)
 
     run(scenario)
 
@@ -313,10 +507,10 @@ def test_a_copy_that_fails_breaks_the_connection() -> None:
                 raise TransportRefused("cudaMemcpyAsync failed: 700")
 
             pair.mapped.copy = fail  # type: ignore[method-assign]
-            sends = asyncio.create_task(sending.send([1], soon()))
+            sends = asyncio.create_task(sending.send([1], 5.0))
 
             with pytest.raises(ConnectionBroken, match="cudaMemcpyAsync failed: 700"):
-                await receiving.receive([2], soon())
+                await receiving.receive([2], 5.0)
             await receiving.abort()
             with pytest.raises(ConnectionBroken):
                 await sends
@@ -345,12 +539,12 @@ def test_one_without_the_other_ends_at_the_deadline_and_writes_nothing(alone: st
             before = pair.target.export_pages(range(64))
 
             with pytest.raises(ConnectionBroken, match="no progress before the deadline"):
-                await (receiving.receive if alone == "receive" else sending.send)([1], soon(0.2))
+                await (receiving.receive if alone == "receive" else sending.send)([1], 0.2)
             await receiving.abort()
 
             assert (pair.target.export_pages(range(64)) == before).all()
             with pytest.raises(ConnectionBroken):
-                await sending.send([1], soon())
+                await sending.send([1], 5.0)
 
     run(scenario)
 
@@ -452,9 +646,9 @@ FRAMES = {
         struct.pack("!8sQIII", b"PWIPCFR1", 0, 2, 1, 2),
         "2 pages arrive, expected 1",
     ),
-    "a frame before the last was read": (
-        struct.pack("!8sQII", b"PWIPCFR1", 0, 1, 1) + struct.pack("!8sQII", b"PWIPCFR1", 1, 1, 1),
-        "a frame arrived before the last one was read",
+    "three frames before the first was read": (
+        b"".join(struct.pack("!8sQII", b"PWIPCFR1", number, 1, 1) for number in range(3)),
+        "a third frame arrived before the first one was read",
     ),
 }
 
@@ -467,7 +661,7 @@ def test_frames_that_cannot_be_break_the_connection_and_copy_nothing(name: str) 
         async with a_pair() as pair:
             receiving, sending = await pair.connect()
             before = pair.target.export_pages(range(64))
-            posted = asyncio.create_task(receiving.receive([2], soon()))
+            posted = asyncio.create_task(receiving.receive([2], 5.0))
             await asyncio.sleep(0)
 
             await sending._wire.send(frame)

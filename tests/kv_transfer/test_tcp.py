@@ -89,7 +89,7 @@ def test_an_abort_whose_caller_leaves_goes_on() -> None:
                 await may_end.wait()
 
             receiving._run_blocking = copy
-            copying = asyncio.create_task(receiving._touch(lambda: None))
+            copying = asyncio.ensure_future(receiving._touch(lambda: None))
             await asyncio.sleep(0)
             leaving = asyncio.create_task(receiving.abort())
             await asyncio.sleep(0.01)
@@ -112,7 +112,7 @@ def test_closing_aborts_each_connection_though_the_abort_of_another_hangs() -> N
                 await may_end.wait()
 
             hanging._run_blocking = copy
-            copying = asyncio.create_task(hanging._touch(lambda: None))
+            copying = asyncio.ensure_future(hanging._touch(lambda: None))
             await asyncio.sleep(0)
             closing = asyncio.create_task(pair.receiver.close())
 
@@ -145,7 +145,7 @@ def test_a_wrong_key_or_id_is_refused_and_the_right_one_still_works() -> None:
             sending = await pair.sender.connect("c0", offer, KEY, soon())
             receiving = await accepting
 
-            await asyncio.gather(sending.send([1], soon()), receiving.receive([2], soon()))
+            await asyncio.gather(sending.send([1], 5.0), receiving.receive([2], 5.0))
             assert (pair.source.export_pages([1]) == pair.target.export_pages([2])).all()
 
     run(scenario)
@@ -213,7 +213,7 @@ def test_strangers_that_stay_silent_keep_no_place_from_a_sender() -> None:
 
             assert len(pair.receiver._sockets._greetings) <= MAX_GREETINGS
             assert await asyncio.wait_for(strangers[0][0].read(), 10) == b"", "the oldest left"
-            await asyncio.gather(sending.send([1], soon()), receiving.receive([2], soon()))
+            await asyncio.gather(sending.send([1], 5.0), receiving.receive([2], 5.0))
             for _, writer in strangers:
                 writer.close()
 
@@ -248,7 +248,7 @@ def test_pages_move_over_ipv6() -> None:
     async def scenario() -> None:
         async with a_pair("::1") as pair:
             receiving, sending = await pair.connect()
-            await asyncio.gather(sending.send([1], soon()), receiving.receive([2], soon()))
+            await asyncio.gather(sending.send([1], 5.0), receiving.receive([2], 5.0))
             assert (pair.source.export_pages([1]) == pair.target.export_pages([2])).all()
         nobody = json.dumps({"host": "::1", "port": 1}).encode()
         with pytest.raises(ConnectionBroken, match=r"no TCP connection to \[::1\]:1: "):
@@ -358,7 +358,7 @@ def test_strangers_do_not_disturb_the_listener() -> None:
 
             receiving, sending = await pair.connect("c1")
 
-            await asyncio.gather(sending.send([1], soon()), receiving.receive([2], soon()))
+            await asyncio.gather(sending.send([1], 5.0), receiving.receive([2], 5.0))
 
     run(scenario)
 
@@ -381,12 +381,12 @@ def test_a_receive_without_a_send_ends_at_the_deadline_and_writes_nothing() -> N
             before = pair.target.slots.copy()
 
             with pytest.raises(ConnectionBroken, match="deadline"):
-                await receiving.receive([1, 2], soon(0.05))
+                await receiving.receive([1, 2], 0.05)
             await receiving.abort()
 
             assert receiving.is_broken
             with pytest.raises(ConnectionBroken):
-                await sending.send(list(range(64)) * 1000, soon(2))
+                await sending.send(list(range(64)) * 1000, 2.0)
             assert (pair.target.slots == before).all()
 
     run(scenario)
@@ -396,7 +396,7 @@ def test_abort_ends_a_posted_receive_at_once() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
             receiving, _ = await pair.connect()
-            posted = asyncio.create_task(receiving.receive([1, 2], soon(10)))
+            posted = asyncio.create_task(receiving.receive([1, 2], 10.0))
             await asyncio.sleep(0.05)
             started_at = time.monotonic()
 
@@ -422,8 +422,8 @@ def test_abort_waits_for_a_copy_into_the_pages_that_is_under_way() -> None:
                 finished.append(page_ids)
 
             pair.target.import_pages = slow_import  # type: ignore[method-assign]
-            posted = asyncio.create_task(receiving.receive([1, 2], soon(1)))
-            await sending.send([1, 2], soon())
+            posted = asyncio.create_task(receiving.receive([1, 2], 1.0))
+            await sending.send([1, 2], 5.0)
             await until(is_copying.is_set)
             with pytest.raises(ConnectionBroken):
                 await posted
@@ -446,8 +446,8 @@ def test_sides_that_disagree_about_the_number_of_pages_break() -> None:
             receiving, sending = await pair.connect()
 
             results = await asyncio.gather(
-                sending.send([1, 2, 3], soon()),
-                receiving.receive([1, 2], soon()),
+                sending.send([1, 2, 3], 5.0),
+                receiving.receive([1, 2], 5.0),
                 return_exceptions=True,
             )
 
@@ -477,7 +477,7 @@ async def main():
         return export(page_ids)
     connection._storage.export_pages = stall
     connection._pages_at_once = 1
-    await connection.send([0, 1], loop.time() + 60)
+    await connection.send([0, 1], 60.0)
 
 asyncio.run(main())
 """
@@ -495,7 +495,7 @@ def test_a_killed_sender_breaks_the_receive_at_once() -> None:
             )
             try:
                 receiving = await pair.receiver.accept("c0", soon(15))
-                posted = asyncio.create_task(receiving.receive([5, 6], soon(15)))
+                posted = asyncio.create_task(receiving.receive([5, 6], 15.0))
                 assert process.stdout is not None
                 line = await asyncio.to_thread(process.stdout.readline)
                 assert line == b"sending\n"

@@ -35,7 +35,7 @@ async def tapped(pair: Pair) -> list[bytes]:
     receiving, sending = await asyncio.gather(
         pair.receiver.accept("c0", soon()), pair.sender.connect("c0", offer, KEY, soon())
     )
-    await asyncio.gather(sending.send([1, 2], soon()), receiving.receive([3, 4], soon()))
+    await asyncio.gather(sending.send([1, 2], 5.0), receiving.receive([3, 4], 5.0))
     assert (pair.source.export_pages([1, 2]) == pair.target.export_pages([3, 4])).all()
     tap.close()
     return sent
@@ -66,7 +66,7 @@ def test_pages_arrive_in_order_in_pieces_of_any_size(authority: Authority) -> No
             for seed in range(3):
                 from_pages, to_pages = shuffled(10, seed), shuffled(10, seed + 50)
                 await asyncio.gather(
-                    sending.send(from_pages, soon()), receiving.receive(to_pages, soon())
+                    sending.send(from_pages, 5.0), receiving.receive(to_pages, 5.0)
                 )
                 sent = pair.source.export_pages(from_pages)
                 assert (sent == pair.target.export_pages(to_pages)).all()
@@ -160,7 +160,7 @@ def test_a_connection_goes_by_the_files_as_they_are_then(authority: Authority) -
             ]
             assert names == [["pagewire"]] * 2 + [["pagewire", "renewed"]] * 2
             for receiving, sending in (old, new):
-                await asyncio.gather(sending.send([1], soon()), receiving.receive([2], soon()))
+                await asyncio.gather(sending.send([1], 5.0), receiving.receive([2], 5.0))
 
     run(scenario)
 
@@ -170,7 +170,7 @@ def test_to_abort_ends_what_waits(authority: Authority) -> None:
         tls = page_tls(authority)
         async with a_pair("127.0.0.1", tls, tls) as pair:
             receiving, sending = await pair.connect()
-            waiting = asyncio.create_task(receiving.receive([1], soon(30)))
+            waiting = asyncio.create_task(receiving.receive([1], 30.0))
             await asyncio.sleep(0)
 
             await sending.abort()

@@ -251,9 +251,11 @@ def test_receives_are_posted_in_the_order_of_the_sends_whoever_hears_of_them_fir
     run(scenario)
 
 
-@pytest.mark.parametrize("has_its_turn", [False, True])
-def test_a_receive_that_is_cancelled_before_it_is_posted_ends_those_behind_it(
-    has_its_turn: bool,
+@pytest.mark.parametrize(
+    ("has_its_turn", "message"), [(False, "before this one failed"), (True, "is broken")]
+)
+def test_a_receive_that_is_cancelled_before_it_begins_ends_those_behind_it(
+    has_its_turn: bool, message: str
 ) -> None:
     """Its pages come all the same, so that nobody behind it can take what is theirs."""
 
@@ -271,7 +273,7 @@ def test_a_receive_that_is_cancelled_before_it_is_posted_ends_those_behind_it(
         with pytest.raises(asyncio.CancelledError):
             await given_up
         async with asyncio.timeout(1.0):
-            with pytest.raises(ConnectionBroken, match="before this one failed"):
+            with pytest.raises(ConnectionBroken, match=message):
                 await behind
             with pytest.raises(ConnectionBroken):
                 await incoming.receive(3, [3], 5.0)
@@ -642,8 +644,8 @@ def test_a_receiver_that_leaves_with_all_pages_fails_no_sender_whose_send_ends_l
         connection = attempt.sender._outgoing.connection
         send = connection.send
 
-        async def seen_late(page_ids: Sequence[int], deadline: float) -> None:
-            await send(page_ids, deadline)
+        async def seen_late(page_ids: Sequence[int], seconds: float) -> None:
+            await send(page_ids, seconds)
             await asyncio.sleep(1.5 * DEADLINES.lost_s)
 
         connection.send = seen_late  # type: ignore[method-assign]

@@ -156,11 +156,11 @@ class LoopbackConnection:
     def max_chunk_bytes(self) -> int:
         return self._link.max_chunk_bytes
 
-    async def send(self, page_ids: Sequence[int], deadline: float) -> None:
-        await self._operate(self._link.sends, page_ids, deadline)
+    async def send(self, page_ids: Sequence[int], seconds: float) -> None:
+        await self._operate(self._link.sends, page_ids, seconds)
 
-    async def receive(self, page_ids: Sequence[int], deadline: float) -> None:
-        await self._operate(self._link.receives, page_ids, deadline)
+    async def receive(self, page_ids: Sequence[int], seconds: float) -> None:
+        await self._operate(self._link.receives, page_ids, seconds)
 
     async def abort(self) -> None:
         self._is_broken = True
@@ -169,10 +169,10 @@ class LoopbackConnection:
         await asyncio.shield(self._aborting)
 
     async def _operate(
-        self, queue: "list[_Operation]", page_ids: Sequence[int], deadline: float
+        self, queue: "list[_Operation]", page_ids: Sequence[int], seconds: float
     ) -> None:
         try:
-            async with asyncio.timeout_at(deadline), self._order:
+            async with self._order, asyncio.timeout(seconds):
                 if self._is_broken:
                     raise ConnectionBroken(f"connection {self.connection_id!r} is broken")
                 operation = _Operation(tuple(page_ids), asyncio.get_running_loop().create_future())
