@@ -386,7 +386,6 @@ SEEDED_BUGS: list[tuple[Plant, str, str]] = [
 # Many seeds, or long ones, find these.
 SLOW_SEEDED_BUGS: list[tuple[Plant, str, str]] = [
     (wait_without_deadline, "pages_go_wrong", "DEADLINE_EXCEEDED"),
-    (seats_outlive_a_failed_step, "toxic", ""),
     (resume_draws_one_position_early, "decode_dies", "is wrong"),
     (next_worker_knows_no_suspects, "deadly", ""),
     (cancel_forgets_running_pages, "healthy", "live"),
@@ -507,6 +506,10 @@ SCENARIO_BUGS: list[tuple[Plant, Callable[[], None]]] = [
     (
         chunks_are_sent_when_they_are_launched,
         lambda: scenarios.test_a_prefill_worker_killed_while_it("computes", False, False),
+    ),
+    (
+        seats_outlive_a_failed_step,
+        scenarios.test_a_step_that_fails_under_another_is_computed_again_and_so_is_the_other,
     ),
     (
         nobody_pings,

@@ -624,6 +624,23 @@ def test_a_message_for_another_incarnation_is_refused() -> None:
     in_cluster(FakeCluster(), body)
 
 
+def test_a_step_that_fails_under_another_is_computed_again_and_so_is_the_other() -> None:
+    async def body(cluster: FakeCluster) -> None:
+        decode = cluster.workers["decode-0"].executor
+        serving = [await start_request(cluster, request(f"r{index}", 20)) for index in range(2)]
+        await wait_until(lambda: decode.num_unread == 2 and decode.passes[-2:] == [2, 2])
+        num_launched = len(decode.passes)
+        decode.num_failing_passes = 1
+
+        histories = await asyncio.gather(*serving)
+        assert_right(*histories)
+        # A probe, the requests of the one one by one, and those of the other together.
+        assert decode.passes[num_launched : num_launched + 4] == [1, 1, 1, 2]
+        assert sum(history.usage.stats.resumptions for history in histories) == 0
+
+    in_cluster(FakeCluster(), body)
+
+
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 def test_a_worker_whose_engine_always_fails_costs_no_request_of_many(name: str) -> None:
     """It fails however often it starts anew, and is the least loaded of its pool each time."""
