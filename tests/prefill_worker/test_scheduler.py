@@ -26,7 +26,7 @@ from prefill_worker.config import PrefillConfig
 from prefill_worker.request import FinishedPrompt, Progress, Prompt, PromptState, ReadyPages
 from prefill_worker.scheduler import Scheduler
 from prefill_worker.step_plan import StepPlan
-from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens
+from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens, overwrite_free_pages
 from worker.prompt_order import in_turn
 
 MODEL = FakeModel(vocab_size=50)
@@ -162,6 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def is_consistent(self) -> None:
         self.scheduler.check_integrity()
+        overwrite_free_pages(self.cache, self.engine.storage)
 
     def teardown(self) -> None:
         for _ in range(20 * (len(self.prompts) + 1)):

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from grammars.bits import token_ids
 from kv_cache.layout import KVLayout, num_pages_for
+from kv_cache.page_pool import PageState
 from kv_cache.page_storage import PageBytes
 from kv_cache.prefix_cache import PrefixCache
 from kv_cache.radix_tree import TreePage
@@ -189,6 +190,13 @@ def check_cached_pages(cache: PrefixCache, storage: FakePageStorage, model: Fake
         if page.is_ready:
             found = storage.slots[page.page_id].tobytes()
             assert found == expected(page), f"page {page.page_id} is cached, but not computed"
+
+
+def overwrite_free_pages(cache: PrefixCache, storage: FakePageStorage) -> None:
+    """Let whoever still reads a page that nobody holds get other tokens by it."""
+    for page_id in range(storage.num_pages):
+        if cache.pool.state(page_id) is PageState.FREE:
+            storage.slots[page_id] = 0xFF
 
 
 class FakeEngine:
