@@ -453,12 +453,15 @@ def test_end_tokens_end_a_choice_but_not_before_min_tokens() -> None:
         at_first = await router.submit(prompt, stop_token_ids=(free[0],))
         held_back = await router.submit(prompt, stop_token_ids=(free[3],), min_tokens=6)
         by_length = await router.submit(prompt, max_tokens=1)
-        await router.finish(stopped, at_first, held_back, by_length)
+        # The step that is launched behind its stop draws the last token of its length.
+        by_both = await router.submit(prompt, stop_token_ids=(free[3],), max_tokens=5)
+        await router.finish(stopped, at_first, held_back, by_length, by_both)
 
         assert (stopped.tokens[0], stopped.finish_reasons[0]) == (free[:4], STOP)
         assert (at_first.tokens[0], at_first.finish_reasons[0]) == (free[:1], STOP)
         assert len(held_back.tokens[0]) >= 6
         assert (by_length.tokens[0], by_length.finish_reasons[0]) == (free[:1], LENGTH)
+        assert (by_both.tokens[0], by_both.finish_reasons[0]) == (free[:4], STOP)
 
     run(scenario)
 
