@@ -9,6 +9,7 @@ from triton.runtime.jit import JITFunction
 
 from llm_engine import recordings
 from tests.llm_engine.launch_recorder import LaunchRecorder
+from tests.llm_engine.used_up import overwrite_what_is_used_up
 from tests.support.triton_interpreter import interpreted
 
 
@@ -26,7 +27,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 @pytest.fixture
 def recorders() -> Iterator[list[LaunchRecorder]]:
-    """Kernels are interpreted; the list gets the recorders that decoders make."""
+    """Kernels are interpreted; the list gets the recorders that decoders make.
+
+    What a step of a DeviceRunner has used up is overwritten at once.
+    """
     made: list[LaunchRecorder] = []
     known: list[Tensor] = []
 
@@ -47,5 +51,6 @@ def recorders() -> Iterator[list[LaunchRecorder]]:
 
         monkeypatch.setattr(JITFunction, "run", noted)
         monkeypatch.setattr(recordings, "CudaGraphRecorder", make_recorder)
+        overwrite_what_is_used_up(monkeypatch)
         yield made
     gc.unfreeze()
