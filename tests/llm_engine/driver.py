@@ -121,22 +121,29 @@ def run(
     chunk_size: int = 10**6,
     grows: bool = False,
     is_prefilled: bool = False,
+    num_seats: int | None = None,
 ) -> None:
     """Compute all sequences in common steps, as far ahead of their tokens as the engine allows.
 
     Known tokens come in chunks while other sequences decode in seats. With `grows` a sequence gets
-    a page only when a token needs it; with `is_prefilled` it begins in its seat.
+    a page only when a token needs it; with `is_prefilled` it begins in its seat. `num_seats` lets
+    sequences wait for the seats of others.
     """
-    runs = [_Run(seat, each, grows) for seat, each in enumerate(sequences)]
+    runs = [_Run(each, grows) for each in sequences]
+    free = list(range(num_seats or len(runs)))
+    ended: list[int] = []  # seats, of which the engine is to hear
     for each in runs:
         each.is_prefilled = is_prefilled
     launched: deque[tuple[list[_Run], list[_Run]]] = deque()
     while True:
         unread = [each for decoded, _ in launched for each in decoded]
+        for each in runs:
+            if each.may_decode and each.seat < 0 and free:
+                each.seat = free.pop(0)
         decoding = [
             each
             for each in runs
-            if each.may_decode and not (each.sequence.grammar and each in unread)
+            if each.may_decode and each.seat >= 0 and not (each.sequence.grammar and each in unread)
         ]
         chunked = [each for each in runs if each.has_chunk]
         if decoding or chunked:
@@ -147,6 +154,7 @@ def run(
             held = [each for each in decoding if each.sequence.grammar]
             engine.launch(
                 EngineStep(
+                    ended=tuple(ended),
                     started=started,
                     extended=tuple(extended),
                     decodes=decodes,
@@ -154,6 +162,7 @@ def run(
                     slices=slices,
                 )
             )
+            ended.clear()
             launched.append((decoding, chunked))
         if not launched:
             break
@@ -165,6 +174,10 @@ def run(
                 each.sequence.take((token,))
                 if each.sequence.is_ended:
                     each.num_left = 0
+                if each.num_left == 0 and not any(each in others for others, _ in launched):
+                    ended.append(each.seat)
+                    free.append(each.seat)
+                    each.seat = -1
             for each, drawn in zip(sliced, result.slices, strict=True):
                 assert drawn is not None
                 each.sequence.take(drawn)
@@ -172,7 +185,7 @@ def run(
                 each.is_prefilled = bool(drawn)
                 if each.sequence.is_ended:
                     each.num_left = 0
-    engine.launch(EngineStep(ended=tuple(each.seat for each in runs if each.is_seated)))
+    engine.launch(EngineStep(ended=tuple(ended)))
     engine.read()
 
 
@@ -184,8 +197,8 @@ def some(bits: TokenBits | None) -> TokenBits:
 class _Run:
     """How far a sequence is launched."""
 
-    def __init__(self, seat: int, sequence: DrivenSequence, grows: bool) -> None:
-        self.seat = seat
+    def __init__(self, sequence: DrivenSequence, grows: bool) -> None:
+        self.seat = -1  # none
         self.sequence = sequence
         self.num_left = sequence.params.max_tokens - len(sequence.tokens)  # to be drawn
         self.is_prefilled = False  # its next token is drawn in a seat
@@ -296,6 +309,7 @@ def results_of(
     chunk_size: int = 10**6,
     shared_pages: Sequence[int] = (),
     grows: bool = False,
+    num_seats: int | None = None,
 ) -> Results:
     """Run sequences from their prompts on, over pages full of NaN.
 
@@ -308,7 +322,7 @@ def results_of(
     pages[list(shared_pages)] = torch.randn(found, generator=generator).to(pages.dtype)
     for each in sequences:
         each.restart(len(shared_pages) * engine.layout.page_size)
-    run(engine, sequences, chunk_size=chunk_size, grows=grows)
+    run(engine, sequences, chunk_size=chunk_size, grows=grows, num_seats=num_seats)
     return [(each.drawn, computed_kv(engine, each)) for each in sequences]
 
 

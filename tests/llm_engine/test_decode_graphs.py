@@ -19,6 +19,8 @@ from llm_engine import (
     operations_triton,  # noqa: F401  # else it stays interpreted
 )
 from llm_engine.decode_graphs import DrawnRows, GraphedDecode
+from llm_engine.decode_triton import TritonDecode
+from llm_engine.device_batch import DeviceBatch
 from llm_engine.engine import Engine
 from llm_engine.engine_step import EngineStep
 from llm_engine.sampling import SamplingParams
@@ -88,6 +90,10 @@ def test_each_number_of_rows_is_recorded_when_it_comes_a_second_time(
     for each in sequences:
         pages_of_nobody[each.page_ids] = False
     assert engine.storage.pages[pages_of_nobody].isnan().all(), "a row that fills up wrote a page"
+    for each in sequences:
+        contents = engine.storage.pages[each.page_ids]  # [P, layers, 2, K, page_size, H]
+        slots = contents.transpose(1, 4).flatten(0, 1)
+        assert slots[each.num_computed :].isnan().all(), "... or a slot behind the last token"
     (recorder,) = recorders
     assert recorder.num_recorded == 3
     assert recorder.num_repeated == 9 - 3  # steps of decode, less the first of each kind
@@ -131,12 +137,17 @@ def test_penalties_bans_and_logprobs_follow_tokens_that_the_host_does_not_know(
 def test_a_seat_goes_to_another_sequence_in_the_next_step(
     engine: Engine, recorders: list[LaunchRecorder]
 ) -> None:
-    first = sequence([5, 6, 7], [3], 6, repetition_penalty=1.2)
-    second = sequence([9] * 20, [8, 2], 6)
-    expected = [results_of(engine, [each])[0] for each in (first, second)]
-    one_seat = ahead(engine, num_seats=1)
+    # One sequence runs all the time, the others have the other seat one after the other.
+    sequences = [
+        sequence([1, 2], [0, 1], 15),
+        sequence([5, 6, 7], [3], 4, repetition_penalty=1.2),
+        sequence([9] * 20, [8, 2], 4),
+        sequence([4] * 3, [5], 4, logprobs=2),
+    ]
+    expected = results_of(engine, sequences)
+    two_seats = ahead(engine, num_seats=2)
 
-    found = [results_of(one_seat, [each])[0] for each in (first, second)]
+    found = results_of(two_seats, sequences, num_seats=2)
 
     assert_equal(found, expected)
 
@@ -201,6 +212,41 @@ def test_more_histories_than_expected_are_recorded_anew(
     assert_equal(results_of(recorded, sequences), expected)
 
     assert [each.num_recorded for each in recorders] == [1, 1]
+
+
+def test_what_grows_while_a_step_is_in_flight_changes_no_token(
+    engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attn_kernels.seats.launch.MIN_MARKS_ROWS", 1)
+    set_num_rows(monkeypatch, (4,))
+    # With chunks of five tokens they join one after the other, each behind a step of the others.
+    sequences = [
+        sequence([index + 1] * (3 + 10 * index), [3 * index, 3 * index + 1, 3 * index + 2], 12)
+        for index in range(3)
+    ]
+    for each in sequences:  # a history that is lost changes the tokens
+        each.params = replace(
+            each.params, temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0
+        )
+    sequences[1].params = replace(sequences[1].params, logprobs=2)
+    expected = results_of(engine, sequences)
+    engine.decoder._attention._decode._max_rows = 1  # type: ignore[attr-defined]
+    recorded = ahead(engine, num_seats=4)
+    unread: list[tuple[str, int]] = []  # what grew, steps in flight
+    for kind, name in ((TritonDecode, "_make_attentions"), (DeviceBatch, "_grow_marks")):
+        right = getattr(kind, name)
+
+        def grow(self: Any, *sizes: int, _right: Any = right, _name: str = name) -> Any:
+            unread.append((_name, len(recorded._launched)))
+            return _right(self, *sizes)
+
+        monkeypatch.setattr(kind, name, grow)
+
+    found = results_of(recorded, sequences, chunk_size=5)
+
+    assert_equal(found, expected)
+    assert sorted(unread) == [("_grow_marks", 1), ("_grow_marks", 1), ("_make_attentions", 1)]
+    assert recorders[-1].num_repeated > 0, "nothing was recorded anew"
 
 
 def test_steps_that_read_prefixes_once_have_recordings_of_their_own(
