@@ -5,12 +5,15 @@
 Cases STREAMS@CONTEXT are those of benchmarks.serving_matrix, on one decode worker without prefill
 workers. Of steps with all streams: `ms` that the clients see; `busy_ms` of the device from the
 start of a step's recording to its end, and `between_ms` from the end of the step before to that
-start; `late` is the share of steps before which the device waited for more than 0.1 ms.
+start; `late` is the share of steps before which the device waited for more than 0.1 ms, `ahead`
+that of steps launched before the tokens of the step before were read.
 """
 
 import json
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
 
 from benchmarks.altered_workers import Alteration
 from benchmarks.case_runs import CaseFailed, Run
@@ -21,27 +24,35 @@ from benchmarks.timed_workers import Written, run_timed
 LATE_MS = 0.1
 
 
-def steps_of(text: str, num_rows: int) -> list[tuple[float, float]]:
-    """Return the ms before and of each step with so many rows that follows one like it."""
-    found, before = [], 0
-    for line in text.splitlines():
-        rows, *times = json.loads(line)
-        if rows == before == num_rows:
-            found.append((times[0], times[1]))
-        before = rows
-    return found
+class Step(NamedTuple):
+    """What a worker wrote of a step."""
+
+    num_rows: int
+    between_ms: float  # since the end of the step before
+    busy_ms: float
+    is_ahead: int  # 1: launched before the tokens of the step before were read
 
 
-def summary(steps: Sequence[tuple[float, float]]) -> Row:
+def steps_of(text: str, num_rows: int) -> list[Step]:
+    """Return the steps with so many rows that follow one like them."""
+    steps = [Step(*json.loads(line)) for line in text.splitlines()]
+    return [
+        step for before, step in pairwise(steps) if before.num_rows == step.num_rows == num_rows
+    ]
+
+
+def summary(steps: Sequence[Step]) -> Row:
     """Return means, and how often the device waited."""
     count = len(steps)
+    between_ms = [step.between_ms for step in steps]
     return {
         "num_steps": count,
-        "busy_ms": round(sum(own for _, own in steps) / count, 3),
-        "between_ms": round(sum(before for before, _ in steps) / count, 3),
-        "between_ms_p50": round(percentile([before for before, _ in steps], 50), 3),
-        "between_ms_p99": round(percentile([before for before, _ in steps], 99), 3),
-        "late": round(sum(before > LATE_MS for before, _ in steps) / count, 4),
+        "busy_ms": round(sum(step.busy_ms for step in steps) / count, 3),
+        "between_ms": round(sum(between_ms) / count, 3),
+        "between_ms_p50": round(percentile(between_ms, 50), 3),
+        "between_ms_p99": round(percentile(between_ms, 99), 3),
+        "late": round(sum(each > LATE_MS for each in between_ms) / count, 4),
+        "ahead": round(sum(step.is_ahead for step in steps) / count, 4),
     }
 
 

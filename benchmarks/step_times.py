@@ -36,12 +36,16 @@ def between_ms(before: Mark, after: Mark) -> float:
 
 
 class StepTimes:
-    """Writes a line for each step of an engine: rows, ms since the step before, ms of its own."""
+    """Writes a line for each step of an engine.
+
+    In it: rows; ms since the step before; ms of its own; 1 if it was launched before the tokens of
+    the step before were read, else 0.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8", buffering=1)
         self._begun: Mark = None  # of the step that is being launched
-        self._launched: deque[tuple[int, Mark, Mark]] = deque()
+        self._launched: deque[tuple[int, int, Mark, Mark]] = deque()
         self._ended: Mark = None  # of the last step that was read
 
     def begin(self) -> None:
@@ -50,14 +54,16 @@ class StepTimes:
 
     def launched(self, num_rows: int) -> None:
         """All of a step is launched."""
-        self._launched.append((num_rows, self._begun, mark()))
+        is_ahead = int(len(self._launched) > 0)
+        self._launched.append((num_rows, is_ahead, self._begun, mark()))
 
     def was_read(self) -> None:
         """The oldest step has ended."""
-        num_rows, begun, ended = self._launched.popleft()
+        num_rows, is_ahead, begun, ended = self._launched.popleft()
         if self._ended is not None:
             times = between_ms(self._ended, begun), between_ms(begun, ended)
-            self._file.write(json.dumps([num_rows, *(round(each, 4) for each in times)]) + "\n")
+            line = [num_rows, *(round(each, 4) for each in times), is_ahead]
+            self._file.write(json.dumps(line) + "\n")
         self._ended = ended
 
 

@@ -13,11 +13,11 @@ from llm_engine.engine_step import EngineStep, StepResult
 
 
 def test_steps_count_that_follow_one_of_the_same_size() -> None:
-    lines = "[8, 5.0, 1.0]\n[8, 0.2, 2.0]\n[0, 0.1, 9.0]\n[8, 0.3, 3.0]\n[8, 0.0, 4.0]\n"
+    lines = ("[8, 5.0, 1.0, 0]", "[8, 0.2, 2.0, 1]", "[0, 0.1, 9.0, 1]", "[8, 0.3, 3.0, 1]")
 
-    steps = steps_of(lines, 8)
+    steps = steps_of("\n".join((*lines, "[8, 0.0, 4.0, 0]\n")), 8)
 
-    assert steps == [(0.2, 2.0), (0.0, 4.0)]
+    assert steps == [(8, 0.2, 2.0, 1), (8, 0.0, 4.0, 0)]
     assert summary(steps) == {
         "num_steps": 2,
         "busy_ms": 3.0,
@@ -25,6 +25,7 @@ def test_steps_count_that_follow_one_of_the_same_size() -> None:
         "between_ms_p50": 0.1,
         "between_ms_p99": 0.198,
         "late": 0.5,
+        "ahead": 0.5,
     }
 
 
@@ -49,6 +50,11 @@ def test_each_step_is_timed_from_the_end_of_the_one_before(
         engine.launch(EngineStep(decodes=seats))
         engine.read()
         now += 0.001
+    for _ in range(2):
+        engine.launch(EngineStep(decodes=(0,)))
+    for _ in range(2):
+        engine.read()
 
     (path,) = tmp_path.iterdir()
-    assert path.read_text() == "[2, 1.0, 4.0]\n[1, 1.0, 4.0]\n"
+    lines = ("[2, 1.0, 4.0, 0]", "[1, 1.0, 4.0, 0]", "[1, 1.0, 4.0, 0]", "[1, 0.0, 4.0, 1]")
+    assert path.read_text().splitlines() == list(lines)
