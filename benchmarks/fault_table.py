@@ -24,7 +24,7 @@ KILLS_RESULTS = {
     "kills-nccl-decode-before-h100-x4.json": "NCCL",
     KILLS_FILE: "NCCL",
     "kills-nccl-before-h100-x2.json": "NCCL",
-    "kills-ipc-h100-x2.json": "CUDA IPC",
+    "kills-ipc-h200-x2.json": "CUDA IPC",
 }
 INTRODUCTION = """\
 # What faults cost

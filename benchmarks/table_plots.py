@@ -42,6 +42,7 @@ class TablePlot:
 
 PLOTS: dict[str, TablePlot] = {
     "short-first": TablePlot(unit="s", is_from_zero=True),
+    "moves-following": TablePlot(unit="ms", is_from_zero=True),
     "cascade-memory": TablePlot(
         unit="MB",
         rows=(1, 2),

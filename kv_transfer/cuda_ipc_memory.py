@@ -2,7 +2,9 @@
 
 Pages of the same GPU are copied by one kernel, which keeps its memory busy however small they are.
 Pages of another GPU are copied as they are by the copy engines, which take no multiprocessor from
-the running steps of either side; pages that follow each other on both sides are one copy.
+the running steps of either side; pages that follow each other on both sides are one copy. One call
+makes all copies of a chunk, in any order: a call for each page would take the CPU half as long as
+the device, and would keep the engines in order.
 """
 
 import importlib
@@ -25,6 +27,7 @@ _HANDLE_BYTES = 64
 _GPU_ID_BYTES = 16  # of a GPU's UUID
 _OFFSET_BYTES = 8
 _CARD_BYTES = _HANDLE_BYTES + _OFFSET_BYTES + _GPU_ID_BYTES
+_BATCH_DRIVER = 12_080  # CUDA 12.8, the first with cudaMemcpyBatchAsync
 
 
 class CudaMemory:
@@ -42,8 +45,10 @@ class CudaMemory:
             self._driver: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError as error:
             raise TransportRefused(f"transport cuda_ipc needs cuda.bindings: {error}") from error
-        self.device = storage.device
+        self.device = storage.pages.device  # with its number, which the storage's may lack
         self.page_bytes = storage.page_bytes
+        driver = self.called("cudaDriverGetVersion", self.runtime.cudaDriverGetVersion())
+        self.copies_in_batches: bool = driver >= _BATCH_DRIVER
         # [num_pages, page words]; copies need no other shape or type.
         self.words = storage.pages.view(storage.num_pages, -1).view(torch.int32)
         uuid = cuda.get_device_properties(self.device).uuid
@@ -140,16 +145,24 @@ class CudaPeerPages:
     def _copy_by_engine(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         memory = self._memory
         runtime, page_bytes = memory.runtime, memory.page_bytes
-        kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-        target = memory.words.data_ptr()
-        for source_id, target_id, count in runs_of_pages(source_ids, target_ids):
-            returned = runtime.cudaMemcpyAsync(
-                target + target_id * page_bytes,
-                self._first + source_id * page_bytes,
-                count * page_bytes,
-                kind,
-                self._stream.cuda_stream,
+        first = memory.words.data_ptr()
+        runs = runs_of_pages(source_ids, target_ids)
+        sources = [self._first + source_id * page_bytes for source_id, _, _ in runs]
+        targets = [first + target_id * page_bytes for _, target_id, _ in runs]
+        sizes = [count * page_bytes for _, _, count in runs]
+        stream = self._stream.cuda_stream
+        if memory.copies_in_batches:
+            in_order = runtime.cudaMemcpyAttributes()
+            order = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+            in_order.srcAccessOrder = order
+            returned = runtime.cudaMemcpyBatchAsync(
+                targets, sources, sizes, len(runs), [in_order], [0], 1, stream
             )
+            memory.called("cudaMemcpyBatchAsync", returned)
+            return
+        kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            returned = runtime.cudaMemcpyAsync(target, source, size, kind, stream)
             memory.called("cudaMemcpyAsync", returned)
 
     def _as_tensor(self, num_pages: int) -> Tensor:

@@ -14,7 +14,7 @@ from benchmarks.faults import requests, sum_up
 from benchmarks.prompts import Seeds
 
 RESULT = RESULTS / "faults-cpu.json"
-KILLS_RESULT = RESULTS / "kills-ipc-h100-x2.json"  # from before pauses were recorded
+KILLS_RESULT = RESULTS / "kills-ipc-h200-x2.json"
 
 
 def test_half_of_the_requests_are_sampled_and_no_two_have_a_seed():
@@ -114,7 +114,9 @@ def test_clusters_that_do_not_start_leave_the_rest_out(run_once):
 
 def test_pauses_of_streams_stand_in_the_table_where_they_were_recorded():
     result = json.loads(KILLS_RESULT.read_text(encoding="utf-8"))
-    old, new = result["cases"]
+    old, new = result["cases"][:2]
+    for key in ("pause_ms_p50", "pause_ms_p99"):  # from before they were recorded
+        del old[key]
     result["cases"] = [old, new | {"pause_ms_p50": 940.4, "pause_ms_p99": 2340.0}]
 
     lines = kills({KILLS_RESULT.name: result}).splitlines()

@@ -102,9 +102,9 @@ def test_a_second_mapping_outlives_the_first() -> None:
         assert receiver.ask("digest", ALL) == sender.ask("digest", ALL)
 
 
-@pytest.mark.parametrize("is_same_gpu", [True, False])
-def test_both_ways_to_copy_agree(is_same_gpu: bool) -> None:
-    """The copy engines' way works within one GPU, too, so it is tested where there is only one."""
+@pytest.mark.parametrize("way", ["kernel", "batch", "one by one"])
+def test_all_ways_to_copy_agree(way: str) -> None:
+    """Those of the copy engines work within one GPU, too, so one is enough to test them."""
     layout = KVLayout(
         num_layers=2,
         num_kv_heads=2,
@@ -116,7 +116,8 @@ def test_both_ways_to_copy_agree(is_same_gpu: bool) -> None:
     source, target = (TorchPageStorage(layout, 64, "cuda") for _ in range(2))
     source.pages.normal_()
     memory = CudaMemory(target)
-    pages = CudaPeerPages(memory, source.pages.data_ptr(), 0, 64, is_same_gpu)
+    memory.copies_in_batches = way == "batch"
+    pages = CudaPeerPages(memory, source.pages.data_ptr(), 0, 64, is_same_gpu=way == "kernel")
     source_ids = [3, 4, 5, 9, 60, 63, 0]
     target_ids = [10, 11, 12, 1, 2, 0, 63]
     torch.cuda.synchronize()
