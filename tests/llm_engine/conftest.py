@@ -1,5 +1,6 @@
 import gc
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from triton.runtime.jit import JITFunction
 from llm_engine import recordings
 from tests.llm_engine.launch_recorder import LaunchRecorder
 from tests.llm_engine.used_up import overwrite_what_is_used_up
+from tests.llm_engine.whole_kernels import WHOLE_KERNELS
 from tests.support.triton_interpreter import interpreted
 
 
@@ -27,7 +29,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 @pytest.fixture
 def recorders() -> Iterator[list[LaunchRecorder]]:
-    """Kernels are interpreted; the list gets the recorders that decoders make.
+    """Kernels are interpreted, or computed as a whole; the list gets decoders' recorders.
 
     What a step of a DeviceRunner has used up is overwritten at once.
     """
@@ -47,7 +49,7 @@ def recorders() -> Iterator[list[LaunchRecorder]]:
                 each.note(self, args, options)
             if any(each.is_recording for each in made):
                 return None
-            return launch(self, *args, **options)
+            return WHOLE_KERNELS.get(self, partial(launch, self))(*args, **options)
 
         monkeypatch.setattr(JITFunction, "run", noted)
         monkeypatch.setattr(recordings, "CudaGraphRecorder", make_recorder)
