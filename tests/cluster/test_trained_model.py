@@ -18,21 +18,18 @@ pytestmark = [pytest.mark.xdist_group(GROUP), pytest.mark.timeout(300)]
 MAX_TOKENS = 8
 PAGE_SIZE = 16
 # These begin alike: each is the beginning of the one before. A step computes 256 tokens.
-LONG = (272, 48, 32)
-LONGEST = (4000, 2000, 1000)
+LONG = (4000, 2000, 1000)
 SHORT = (5, 7, 9, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 80, 100)
-FEW = (5, 16, 17)
 
 
-def prompts(long: tuple[int, ...], short: tuple[int, ...] = SHORT) -> list[list[int]]:
+def prompts() -> list[list[int]]:
     """Cut prompts of these lengths from texts that do not change."""
     license_text = (Path(__file__).parents[2] / "LICENSE").read_text()
     tokenizer = Tokenizer.from_file(str(text_folder(trained_path()) / "tokenizer.json"))
     text = "\n\n".join((DOCUMENT, license_text, TOKENIZER_TEXT, DOCUMENT))
     ids: list[int] = tokenizer.encode(text).ids
-    starts = [50 * index for index in range(len(short))]
-    return [ids[:length] for length in long] + [
-        ids[start : start + length] for start, length in zip(starts, short, strict=True)
+    return [ids[:length] for length in LONG] + [
+        ids[50 * index : 50 * index + length] for index, length in enumerate(SHORT)
     ]
 
 
@@ -66,16 +63,10 @@ def check_equal_those_of_transformers(asked: list[list[int]], answered: list[lis
         assert check.greedy_after(prompt, answer)[:-1] == answer, f"{len(prompt)} tokens"
 
 
-def test_greedy_answers_to_6_prompts_equal_those_of_transformers() -> None:
-    asked = prompts(LONG, FEW)
-    assert all(long[: len(short)] == short for long, short in pairwise(asked[: len(LONG)]))
-
-    check_equal_those_of_transformers(asked, answers(asked, 1, 1))
-
-
-@pytest.mark.thorough
+@pytest.mark.thorough  # models of random weights go the same way in each run
 def test_greedy_answers_to_prompts_of_up_to_4000_tokens_equal_those_of_transformers() -> None:
-    asked = prompts(LONGEST)
+    asked = prompts()
+    assert all(long[: len(short)] == short for long, short in pairwise(asked[: len(LONG)]))
 
     small = answers(asked, 1, 1)
     large = answers(asked, 2, 2)
