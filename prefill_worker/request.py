@@ -46,8 +46,8 @@ class Prompt:
     arrived_s: float = 0.0  # engine time before it arrived
     state: PromptState = PromptState.WAITING
     pages: SequencePages | None = None  # while COMPUTING
-    num_cached: int = 0  # tokens found in the cache; while WAITING as of the last look
-    num_computed: int = 0  # tokens whose K and V are in the pages, cached ones included
+    num_cached: int = 0  # tokens found in the cache; while WAITING those expected there
+    num_computed: int = 0  # tokens whose K and V are in the pages, or cached ones while WAITING
     num_launched: int = 0  # tokens after them that steps in flight compute
     num_in_flight: int = 0  # steps in flight that touch its pages
     passes_s: float = 0.0  # engine time of the passes that computed some of its tokens
@@ -60,8 +60,8 @@ class Prompt:
 
     @property
     def num_left(self) -> int:
-        """Tokens that no step has been launched for, without those found in the cache."""
-        return len(self.tokens) - max(self.num_cached, self.num_computed + self.num_launched)
+        """Tokens that no step has been launched for."""
+        return len(self.tokens) - self.num_computed - self.num_launched
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

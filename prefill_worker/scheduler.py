@@ -69,7 +69,7 @@ class Scheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens that are not computed yet, cached ones of waiting prompts included."""
+        """Tokens that are not computed yet, as far as is known of waiting prompts."""
         prompts = itertools.chain(self._waiting, self._parked, self._computing)
         return sum(len(prompt.tokens) - prompt.num_computed for prompt in prompts)
 
@@ -80,6 +80,7 @@ class Scheduler:
         prompt.num_handed_pages = prompt.first_page
         self._cache.limit(prompt.salt, prompt.cache_share)
         self._wait(prompt)
+        self._match_or_park(prompt)  # so that its turn is known
 
     def end(self, prompt: Prompt) -> None:
         """Cancel or fail a prompt: no later step computes it, and then its pages are freed."""
@@ -183,9 +184,7 @@ class Scheduler:
         return ended
 
     def _wait(self, prompt: Prompt) -> None:
-        """Queue a prompt by its arrival, and note how much of it is cached."""
         bisect.insort(self._waiting, prompt, key=lambda each: each.arrival)
-        self._match_or_park(prompt)
         self._is_admission_due = True
 
     def _in_turn(self, prompts: Iterable[Prompt]) -> list[Prompt]:
@@ -224,7 +223,9 @@ class Scheduler:
     def _match_or_park(self, prompt: Prompt) -> PrefixMatch | None:
         """Look up a waiting prompt; park it and return None if its prefix is pending."""
         match = self._cache.match(prompt.tokens, prompt.salt)
-        prompt.num_cached = match.num_ready_pages * self._page_size
+        # Pending pages, too: as many as wait for a page may wake at once, too many for a look each.
+        num_pages = match.num_ready_pages + match.num_pending_pages
+        prompt.num_cached = prompt.num_computed = num_pages * self._page_size
         if match.last_pending_page is None:
             return match
         self._waiting.remove(prompt)

@@ -24,7 +24,7 @@ from llm_engine.engine_step import StepResult
 from llm_engine.sampling import SamplingParams
 from prefill_worker.config import PrefillConfig
 from prefill_worker.request import FinishedPrompt, Progress, Prompt, PromptState, ReadyPages
-from prefill_worker.scheduler import Scheduler
+from prefill_worker.scheduler import MAX_LOOKS, NUM_REFRESHED, Scheduler
 from prefill_worker.step_plan import StepPlan
 from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens, overwrite_free_pages
 from worker.prompt_order import in_turn
@@ -404,6 +404,8 @@ def test_a_prompt_counts_by_what_is_not_cached() -> None:
     short, mostly_cached = scene.submit(40, 41, 42), scene.submit(*range(1, 30), 43)
 
     assert (short.num_left, mostly_cached.num_left) == (3, 2)
+    assert mostly_cached.num_computed == mostly_cached.num_cached, "none was computed for it"
+    assert scene.scheduler.num_queued_tokens == 3 + 2
     assert [scene.finish_next(), scene.finish_next()] == [mostly_cached, short]
 
 
@@ -413,6 +415,21 @@ def test_a_prompt_whose_prefix_was_computed_while_it_waited_goes_before_shorter_
     first, second, other = scene.submit(*prefix), scene.submit(*prefix, 40), scene.submit(50, 51)
 
     assert [scene.finish_next() for _ in range(3)] == [other, first, second]
+
+
+def test_a_prompt_whose_prefix_was_computed_for_a_like_one_goes_before_shorter_ones() -> None:
+    scene = Scene(max_computing_prompts=1)
+    busy = scene.submit(*range(20, 40))
+    scene.step()
+    prefix = range(1, 17)
+    first, second = scene.submit(*prefix), scene.submit(*prefix, 40)
+    assert second.num_left == 17, "nothing of it is being computed"
+    assert scene.finish_next() is busy
+    scene.step()
+
+    short = scene.submit(50, 51)
+
+    assert [scene.finish_next() for _ in range(3)] == [first, second, short]
 
 
 def test_a_prompt_goes_first_when_it_has_waited_for_the_limit() -> None:
@@ -567,3 +584,20 @@ def test_a_prompt_that_waits_for_a_prefix_is_looked_up_when_it_comes_and_when_it
     # Three times each, parked, woken and picked, and the oldest ones in some steps; not with each
     # of 50 chunks.
     assert len(looked_up) <= 5 * 60
+
+
+def test_of_many_prompts_that_wake_at_once_a_step_looks_up_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(num_pages=1000, max_step_tokens=100)
+    prefix = range(1, 41)
+    scene.submit(*prefix)
+    plan = scene.scheduler.next_step()
+    scene.engine.launch(plan.engine_step((), is_again=False))
+    for index in range(200):
+        scene.submit(*prefix, 1 + index % 40, 1 + index // 40)
+    scene.scheduler.complete_step(plan, scene.engine.read())
+    looked_up = count_matches(monkeypatch)
+
+    assert scene.scheduler.next_step().chunks
+    assert len(looked_up) <= NUM_REFRESHED + MAX_LOOKS
