@@ -8,6 +8,7 @@ Source: chunks that are sized to a latency target, as in Sarathi-Serve (Agrawal 
 """
 
 MIN_SHARE = 0.5  # of the time of the decodes, which prompts get even if the budget is too short
+MAX_SHARED = 32  # steps with decodes and a chunk, after which one without shows what decodes take
 LIMIT_BOUND = 0.9  # of the limit: from this size on a step shows whether more would fit
 
 
@@ -16,7 +17,8 @@ class ChunkBudget:
 
     The limit moves to the size whose measured cost fills the time that the decodes leave of the
     budget. It changes by at most a factor of two per step, so a single slow step, which any stall
-    of the host can cause, costs little.
+    of the host can cause, costs little. While all steps have chunks, now and then one goes without,
+    since the batch changes, and what its decodes take with it.
 
     Args:
         budget_s: How long a step that also decodes may take, or half as long again as its decodes
@@ -31,11 +33,12 @@ class ChunkBudget:
         self._max_tokens = max_tokens
         self._limit = float(self._min_tokens if budget_s else max_tokens)
         self._decode_s = 0.0  # the last step without a chunk; 0: unknown
+        self._num_shared = 0  # steps with decodes and a chunk since then
 
     @property
     def num_tokens(self) -> int:
         """Return how many prompt tokens a step with decodes may compute."""
-        return int(self._limit)
+        return int(self._limit) if self._num_shared < MAX_SHARED else 0
 
     def observe(self, *, num_decodes: int, num_chunk_tokens: int, seconds: float) -> None:
         """Take the duration of a step into account."""
@@ -43,7 +46,9 @@ class ChunkBudget:
             return
         if not num_chunk_tokens:
             self._decode_s = seconds
+            self._num_shared = 0
             return
+        self._num_shared += num_decodes > 0
         if num_decodes and seconds <= self._decode_s:
             self._decode_s = 0.0  # that step had stalled: unknown until the next without a chunk
         decode_s = self._decode_s if num_decodes else 0.0

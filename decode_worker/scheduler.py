@@ -10,11 +10,11 @@ A group waits while its prefix is being computed or received for another one, so
 computed or moved twice. It is parked under the page that it waits for and delays no other group.
 
 The older request goes first in everything but one thing: prompts that are computed here take turns
-(see worker.prompt_order). When pages run out, the youngest gives its pages back
-and is prefilled again later (mostly from the cache, since its full pages stay in the tree), so the
-oldest always goes on. A request that could proceed only by preempting an older one keeps its pages
-and waits. No request holds pages while it waits for another waiting request, except for transfers,
-which have deadlines. Nothing is preempted while a step is in flight: the step is settled first.
+(see worker.prompt_order). When pages run out, the youngest gives its pages back and is prefilled
+again later (mostly from the cache, since its full pages stay in the tree), so the oldest always
+goes on. A request that could proceed only by preempting an older one keeps its pages and waits. No
+request holds pages while it waits for another waiting request, except for transfers, which have
+deadlines. Nothing is preempted while a step is in flight: the step is settled first.
 
 A choice with a constraint is drawn for only when its mask is known (see masks.py). It therefore
 takes part in no step that is launched before its last token is read; other choices do not wait.

@@ -1,5 +1,7 @@
 """How prompt chunks adapt to the time that steps take."""
 
+from statistics import median
+
 import pytest
 
 from decode_worker.chunk_budget import ChunkBudget
@@ -58,6 +60,23 @@ def test_where_decodes_fill_the_budget_prompts_still_get_a_third_of_each_step() 
         engine.step()
 
     assert 90 <= engine.budget.num_tokens <= 100
+
+
+@pytest.mark.parametrize("before_s", [0.0, 0.005, 0.1])
+def test_the_third_follows_the_decodes_while_all_steps_have_prompts(before_s: float) -> None:
+    engine = Engine(decode_s=before_s, token_s=5e-4, budget_s=0.03)
+    if before_s:
+        engine.step(0)
+    for _ in range(20):
+        engine.step()
+
+    for percent in range(100):  # a batch grows or shrinks
+        engine.decode_s = before_s + (0.04 - before_s) * percent / 100
+        engine.step()
+    took = [engine.step() for _ in range(200)]
+
+    assert 0.055 < median(took) < 0.065
+    assert sum(each < 0.041 for each in took) < 0.1 * len(took), "hardly any goes without prompts"
 
 
 def test_one_stalled_step_costs_little() -> None:
