@@ -26,8 +26,8 @@ class DecodeConfig(HostConfig):
         30.0,
         "Time limit of a step that decodes and prefills: prompts are cut into chunks that fit, "
         "as measured, of at least a page, so that tokens keep coming while prompts are computed "
-        "here. Prompts always get a third of the step. A step that only prefills is not cut. "
-        "0, also on CPUs: max_step_tokens alone is the limit.",
+        "here. Prompts get a third of such a step even if it is longer by that. A step that only "
+        "prefills is not cut. 0, also on CPUs: max_step_tokens alone is the limit.",
         at_least=0,
     )
 
