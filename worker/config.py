@@ -22,7 +22,7 @@ class HostConfig:
         above=0,
     )
     max_overtaken_s: float = option(
-        30.0,
+        20.0,
         "Engine time after which a prompt is computed before all that came later. Until then "
         "shorter ones go first, the more so the shorter they are. 0: in order of arrival. On "
         "prefill workers, with router.max_expected_wait_s at most transfer.chunk_s, or decode "
