@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 VERSIONS = ("1.0", "1.1")
 MAX_HEADERS = 100
 MAX_PIPELINED = 8  # requests that wait while another one is answered
-# How what clients speak here by mistake begins
+# The first bytes of other protocols that clients speak here by mistake
 _BEGINNINGS = {b"PRI * HTTP/2.0": "HTTP/2", b"\x16\x03": "TLS"}
 TOO_MANY_WAIT = "too_many_pipelined_requests"
 LINGER_S = 1.0  # for a client that still sends what nobody reads, or says no goodbye

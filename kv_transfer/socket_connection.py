@@ -25,7 +25,7 @@ class SocketConnection(OrderedConnection):
         self._wire.shut()
         await self._leave_wire()
         if self._copies:
-            # A thread cannot be stopped; it ends on its own within one copy.
+            # A thread cannot be stopped; each ends on its own with its copy.
             await asyncio.wait(self._copies)
         self._wire.close()
 

@@ -57,15 +57,15 @@ class CudaGraphRecorder:
         try:
             graph.capture_end()
         except Exception:
-            # Of a recording that CUDA refuses, for instance because the work has waited for the
-            # device, torch 2.11 does not tell its allocators the end: that of the device
+            # Where CUDA refuses a recording, for instance because the work has waited for the
+            # device, torch 2.11 does not tell its two allocators that it ended: the device's
             # would keep freed memory, and both would refuse each later recording in this pool.
-            with suppress(RuntimeError):  # they know
+            with suppress(RuntimeError):  # raised where they have been told
                 device = torch.cuda.current_device()
                 torch._C._cuda_endAllocateToPool(device, self._pool)
                 torch._C._cuda_releasePool(device, self._pool)
                 self._pool = torch.cuda.graph_pool_handle()
-                self._refused.append(graph)  # that of pinned memory still has its address
+                self._refused.append(graph)  # the allocator of pinned memory still has its address
             raise
 
 

@@ -4,8 +4,8 @@ Pure: no clock, no task, no engine. The step loop calls `next_step`, launches th
 with `complete_step`, after `end_undrawn`, or with `fail_step`. In between, no page that the plan
 touches is released, and further steps may be planned.
 
-Order: mostly the prompt goes first of which least is left to compute (see worker.prompt_order),
-when pages are given and again in each step. A prompt whose next pages are being computed for
+Order: mostly the prompt of which least is left to compute goes first, when pages are given and
+again in each step (see worker.prompt_order). A prompt whose next pages are being computed for
 another one waits for them, so nothing is computed twice; it is parked at the page that it waits for
 and delays no other prompt. An admitted prompt holds all pages that it will ever need: no two
 half-finished prompts wait for each other.

@@ -1,12 +1,12 @@
 """Which of several prompts is computed next: mostly a short one before a long one.
 
-A long prompt hardly notices a short one before it, whereas a short one behind it may wait many
-times as long as it takes. Its first token is also the sooner a further row of the decode steps,
-which hardly get longer by it. So the prompt with the highest ratio of its wait to what is left of
-it goes first: of those that came together the shortest, and a long one when it has waited in
-proportion. While more prompts come than can be computed, that alone would keep the longest waiting
-for ever. So there is a limit of the wait, and whoever has reached it goes before all others, in
-order of arrival.
+A short prompt hardly delays a long one behind it, but behind a long one it may wait many times as
+long as its own computation takes. The sooner it is computed, the sooner it is a row of the decode
+steps, too, which take hardly longer for it. So the prompt with the highest ratio of its wait to
+what is left of it goes first: of prompts that came together the shortest, and a long one when it
+has waited in proportion. While more prompts come than can be computed, the ratio alone would keep
+the longest waiting forever. So the wait has a limit: prompts that have reached it go before all
+others, in order of arrival.
 
 Pure: the clock is the time of the engine's steps so far.
 
@@ -28,11 +28,11 @@ class Awaited(Protocol):
 
     @property
     def num_left(self) -> int:
-        """How many tokens are to be computed yet, as far as is known."""
+        """How many tokens are still to be computed, as far as is known."""
 
 
-# About as long as a step. All waits count as longer by this, or a prompt that came just now would
-# let everything go first for a step, whatever its length.
+# About as long as a step. Each wait counts as longer by this. Otherwise a prompt that came just now
+# would let all others go first for a step, whatever their length.
 STEP_S = 0.1
 
 PromptT = TypeVar("PromptT", bound=Awaited)
@@ -44,7 +44,7 @@ def in_turn(prompts: Iterable[PromptT], *, now_s: float, max_overtaken_s: float)
     Args:
         prompts: The oldest first.
         now_s: The clock.
-        max_overtaken_s: The wait after which a prompt goes first; 0: all go as they came.
+        max_overtaken_s: The wait after which a prompt goes first; 0: all go in order of arrival.
     """
 
     def turn_of(prompt: PromptT) -> tuple[int, float, int]:
