@@ -28,7 +28,8 @@ class PrefillConfig(HostConfig):
     )
     max_chunk_pages: int = option(
         128,
-        "Most pages handed to the transfer at a time, unless chunk_pages is more. Each time costs "
-        "a round trip; fewer pages overlap better. Over a network, 256 MiB move at a time at most.",
+        "Most pages handed to the transfer at a time, unless chunk_pages is more. Each time has "
+        "a cost of its own; fewer pages overlap better. Over a network, 256 MiB move at a time "
+        "at most.",
         at_least=1,
     )

@@ -1,6 +1,6 @@
 """Decides who is next while the workers are busy: tenants take turns, by their requests' cost.
 
-Workers serve requests in the order of arrival. So the router gives them little more than they can
+Workers serve requests without regard to tenants. So the router gives them little more than they can
 start soon, and keeps the rest here. The next turn goes to the waiting tenant that has had the least
 for its weight since it began to wait. Its flow of requests is thus served as if that share of the
 workers were its own (weighted fair queueing). A tenant that wants less than its share hardly waits,
