@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
 PROFILE_RESULT = "step-profile-llama-3-8b-h100.json"
 SERVED_STEPS_RESULT = "served-steps-h100.json"
-POOLS_RESULT = "transfers-h200-x2.json"
+POOLS_RESULT = "disaggregation-h200.json"
 TRANSFERS_RESULT = "transfers-receive-h100-x2.json"
 ABLATION_RESULTS = tuple(
     f"ablation{run}.json"

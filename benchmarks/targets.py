@@ -81,7 +81,7 @@ def other_outcomes() -> Iterator[Outcome]:
         seconds = _rows(STARTS_FILE)[case]["seconds"]
         yield Outcome(what=f"`{case}`", target=target, found=seconds, unit="s", file=STARTS_FILE)
     yield from _transfers("transfers-receive-h100-x2.json")
-    yield from _pools("transfers-h200-x2.json")
+    yield from _pools("disaggregation-h200.json")
     yield _limited_pools("itl-h100-x4.json", "itl-30ms-h100-x4.json")
     file = "itl-h100-x2.json"
     chats = _rows(file)["itl/disaggregated"]
