@@ -12,7 +12,7 @@ from statistics import median
 from textwrap import wrap
 
 from benchmarks.figures import BLUE, LIGHT_BLUE, ORANGE, RED
-from benchmarks.svg import GRID, INK, LINE_HEIGHT, NOTES_TOP, WIDTH, figure, text
+from benchmarks.svg import GRID, INK, LINE_HEIGHT, NOTES_TOP, WIDTH, figure, text, tick_step
 
 COLORS = (BLUE, ORANGE, LIGHT_BLUE, RED, "#009E73", "#CC79A7", INK, "#999999")
 MARGIN, RIGHT = 16, WIDTH - 28  # px; half of the last tick's number stands at the right of RIGHT
@@ -103,16 +103,10 @@ def _axis(chart: DotChart, left: float) -> _Axis:
         inside = tuple(tick for tick in ticks if low <= tick <= high)
         return _Axis(low=low, high=high, ticks=inside, left=left, is_logarithmic=True)
     is_from_zero = chart.is_from_zero or least < FROM_ZERO * (chart.line_at or most)
-    step = _step(most if is_from_zero else max(most - least, most / 100))
+    step = tick_step(most if is_from_zero else max(most - least, most / 100))
     first, last = 0 if is_from_zero else floor(least / step), ceil(most / step)
     steps = tuple(step * number for number in range(first, max(last, first + 1) + 1))
     return _Axis(low=steps[0], high=steps[-1], ticks=steps, left=left)
-
-
-def _step(length: float) -> float:
-    """Return a distance of ticks of which at most six fill a length."""
-    power = 10.0 ** floor(log10(length))
-    return next(each for each in (power / 5, power / 2, power, 2 * power) if length / each <= 6)
 
 
 def _notes(chart: DotChart, axis: _Axis) -> list[str]:

@@ -231,7 +231,6 @@ def calls() -> str:
 
 def corruption() -> str:
     """How many of the damaged pages are found, by the way they take."""
-
     contents = [_content(path.name) for path in sorted(RESULTS.glob("corruption-*.json"))]
     return dot_chart.draw(
         dot_chart.DotChart(

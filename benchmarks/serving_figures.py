@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks.bar_chart import Chart, Group, draw
 from benchmarks.figures import BLUE, LIGHT_BLUE, ORANGE, RED
 from benchmarks.stream_statistics import Row
+from benchmarks.svg import tick_step
 from benchmarks.transfer_shares import transfer_shares
 
 # vLLM 0.24.0 on one H200: Llama-3-8B's shape, bfloat16, random weights, prefix caching on, else its
@@ -172,8 +173,7 @@ def bars(
         high = max(high, low + 1)
         ticks = [((power - low) / (high - low), 10.0**power) for power in range(low, high + 1)]
     else:
-        step = 10 ** floor(log10(most))
-        step = next(each for each in (step / 5, step / 2, step, 2 * step) if most / each <= 6)
+        step = tick_step(most)
         count = ceil(most / step)
         ticks = [(tick / count, step * tick) for tick in range(count + 1)]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from math import floor, log10
 
 # Stated, so that a page's dark theme changes neither.
 BACKGROUND, INK, GRID = "#FFFFFF", "#222222", "#CCCCCC"
@@ -28,6 +29,12 @@ def figure(title: str, notes: Sequence[str], height: int, parts: Iterable[str]) 
         *parts,
     ]
     return "\n".join([*lines, "</svg>\n"])
+
+
+def tick_step(length: float) -> float:
+    """Return a distance of ticks of which at most six fill a length above 0."""
+    power = 10.0 ** floor(log10(length))
+    return next(each for each in (power / 5, power / 2, power, 2 * power) if length / each <= 6)
 
 
 def text(x: float, y: float, content: str, *, anchor: str = "start", style: str = "") -> str:
