@@ -177,13 +177,15 @@ class Scheduler:
         chunk_tokens = max_tokens - len(decodes)
         if decodes:
             chunk_tokens = min(chunk_tokens, self._chunk_budget.num_tokens)
+        limit_s = self._config.max_overtaken_s
+        computing = in_turn(computing, now_s=self.totals.steps_s, max_overtaken_s=limit_s)
         plan = StepPlan(
             copies=tuple(copies),
             ended_seats=tuple(self._seats.ended),
             started=started,
             extended=extended,
             decodes=tuple(decodes),
-            chunks=next_chunks(self._in_turn(computing), chunk_tokens),
+            chunks=next_chunks(computing, chunk_tokens),
             receives=receives,
             is_partial=self._is_admission_due and not is_short,
         )
@@ -539,11 +541,6 @@ class Scheduler:
                 receives.append(group)
         self._is_admission_due = bool(self._waiting)  # the next step looks at more
         return receives
-
-    def _in_turn(self, groups: Iterable[PrefillGroup]) -> list[PrefillGroup]:
-        """Return groups in the order in which they are computed."""
-        limit_s = self._config.max_overtaken_s
-        return in_turn(groups, now_s=self.totals.steps_s, max_overtaken_s=limit_s)
 
     def _num_active(self) -> int:
         groups = itertools.chain(self._receiving, self._computing, self._joining)
