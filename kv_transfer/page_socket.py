@@ -92,9 +92,12 @@ class TlsSocket(PageSocket):
         while True:
             try:
                 received: Any = self._tls.read(len(view), view)  # into the view, so it is a number
-                return int(received)
             except ssl.SSLWantReadError:
                 await self._take()
+                continue
+            if not received:  # TLS has ended; its socket may be open
+                raise ConnectionBroken("the other side closed the encrypted connection")
+            return int(received)
 
     async def _flush(self) -> None:
         if self._outgoing.pending:

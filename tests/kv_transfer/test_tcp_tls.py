@@ -1,6 +1,7 @@
 """Pages over TLS on real sockets: nothing of them is on the wire, and strangers stay outside."""
 
 import asyncio
+import contextlib
 import json
 import ssl
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from credentials.config import TlsSettings
 from credentials.door import ClusterLinks
 from kv_transfer.errors import ConnectionBroken
-from kv_transfer.page_socket import PIECE_BYTES, PageTls
+from kv_transfer.page_socket import PIECE_BYTES, PageTls, TlsSocket
 from tests.kv_transfer.pair import KEY, shuffled
 from tests.kv_transfer.tcp_pair import Pair, a_pair, run, soon, wire_tap
 from tests.support.certificates import Authority
@@ -176,6 +177,24 @@ def test_to_abort_ends_what_waits(authority: Authority) -> None:
             await sending.abort()
 
             with pytest.raises(ConnectionBroken, match="closed"):
+                await waiting
+
+    run(scenario)
+
+
+def test_who_ends_tls_but_not_its_socket_breaks_the_connection(authority: Authority) -> None:
+    async def scenario() -> None:
+        tls = page_tls(authority)
+        async with a_pair("127.0.0.1", tls, tls) as pair:
+            receiving, sending = await pair.connect()
+            waiting = asyncio.create_task(receiving.receive([1], 5.0))
+            assert isinstance(sending._wire, TlsSocket)
+
+            with contextlib.suppress(ssl.SSLWantReadError):  # it does not wait for the answer
+                sending._wire._tls.unwrap()
+            await sending._wire._flush()
+
+            with pytest.raises(ConnectionBroken, match="closed the encrypted connection"):
                 await waiting
 
     run(scenario)
