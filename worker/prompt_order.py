@@ -42,7 +42,7 @@ def in_turn(prompts: Iterable[PromptT], *, now_s: float, max_overtaken_s: float)
     """Return prompts in the order in which they are computed.
 
     Args:
-        prompts: The oldest first.
+        prompts: In any order, which remains that of equal ones.
         now_s: The clock.
         max_overtaken_s: The wait after which a prompt goes first; 0: all go in order of arrival.
     """
@@ -50,7 +50,7 @@ def in_turn(prompts: Iterable[PromptT], *, now_s: float, max_overtaken_s: float)
     def turn_of(prompt: PromptT) -> tuple[int, float, int]:
         waited_s = now_s - prompt.arrived_s
         if waited_s >= max_overtaken_s:
-            return (0, 0.0, 0)  # equal: sorting keeps the order
+            return (0, prompt.arrived_s, 0)
         num_left = max(prompt.num_left, 1)
         return (1, -(waited_s + STEP_S) / num_left, num_left)
 

@@ -443,6 +443,17 @@ def test_a_prompt_goes_first_when_it_has_waited_for_the_limit() -> None:
     assert served.index(long) == 4
 
 
+def test_the_oldest_goes_first_though_one_that_overtook_it_is_being_computed() -> None:
+    scene = Scene(max_computing_prompts=2, max_overtaken_s=0.2)
+    busy = [scene.submit(*range(1, 18)), scene.submit(*range(2, 20))]
+    scene.step()
+    old = scene.submit(*range(3, 30))
+    scene.step()
+    young = scene.submit(*range(4, 20))
+
+    assert [scene.finish_next() for _ in range(4)] == [*busy, old, young]
+
+
 def test_without_a_limit_a_prompt_would_starve(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug shows that the scenario can fail."""
     monkeypatch.setattr("prefill_worker.scheduler.in_turn", partial(never_due, right=in_turn))

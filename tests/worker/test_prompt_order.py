@@ -44,6 +44,10 @@ def test_who_has_waited_for_the_limit_goes_before_all_others_in_order_of_arrival
     assert order(50.0, (10.0, 900), (11.0, 800), (40.0, 1), max_overtaken_s=40) == [0, 2, 1]
 
 
+def test_who_has_waited_for_the_limit_goes_by_arrival_whoever_began_first() -> None:
+    assert order(50.0, (11.0, 800), (40.0, 1), (10.0, 900), max_overtaken_s=39) == [2, 0, 1]
+
+
 def test_without_a_wait_all_go_as_they_came() -> None:
     assert order(50.0, (10.0, 900), (50.0, 5), (50.0, 1), max_overtaken_s=0) == [0, 1, 2]
 
