@@ -195,13 +195,14 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
                     f"{file_bytes} bytes with a header of {header_bytes}"
                 )
             header = json.loads(file.read(header_bytes))
+            data_begin = 8 + header_bytes
             entries = {
                 name: TensorEntry(
                     path=path,
                     dtype=str(value["dtype"]),
                     shape=tuple(int(size) for size in value["shape"]),
-                    begin=8 + header_bytes + int(value["data_offsets"][0]),
-                    end=8 + header_bytes + int(value["data_offsets"][1]),
+                    begin=data_begin + int(value["data_offsets"][0]),
+                    end=data_begin + int(value["data_offsets"][1]),
                 )
                 for name, value in header.items()
                 if name != "__metadata__"
@@ -211,10 +212,10 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointCorrupt(f"{path}: not a safetensors header: {error!r}") from error
     for name, entry in entries.items():
-        if entry.end > file_bytes:
+        if entry.begin < data_begin or entry.end > file_bytes:
             raise CheckpointCorrupt(
-                f"{path}: cut off: tensor {name} ends at byte {entry.end}, "
-                f"the file has {file_bytes}"
+                f"{path}: cut off or damaged: tensor {name} lies from byte {entry.begin} to "
+                f"{entry.end}, the file has data from {data_begin} to {file_bytes}"
             )
         element_bytes = WEIGHT_DTYPE_BYTES.get(entry.dtype)
         if element_bytes and entry.end - entry.begin != element_bytes * prod(entry.shape):

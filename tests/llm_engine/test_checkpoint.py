@@ -141,6 +141,20 @@ def test_truncated_safetensors(folder: Path, kept_bytes: int) -> None:
     assert_refused(folder / "single", CheckpointCorrupt, "model.safetensors", "cut off")
 
 
+@pytest.mark.parametrize("begin", [-4, -(10**6)])
+def test_a_tensor_that_begins_before_the_data(folder: Path, begin: int) -> None:
+    path = folder / "single" / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    first, last = header[Q_PROJ]["data_offsets"]
+    header[Q_PROJ]["data_offsets"] = [begin, begin + last - first]
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + size :])
+
+    assert_refused(folder / "single", CheckpointCorrupt, "model.safetensors", f"tensor {Q_PROJ}")
+
+
 def test_a_header_that_is_not_one(folder: Path) -> None:
     path = folder / "single" / "model.safetensors"
     for header in (b"[]", b"{]", b'{"a": 3}', b'{"a": {"dtype": "F32", "shape": 7}}', b"\xff\xfe"):
