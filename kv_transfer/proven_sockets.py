@@ -21,7 +21,6 @@ import logging
 import secrets
 import socket
 import struct
-from collections.abc import Callable
 from typing import Any
 
 from kv_transfer.errors import ConnectionBroken
@@ -52,21 +51,14 @@ class ProvenSockets:
         host: Address to listen on, and for senders to connect to.
         tls: Encrypts all connections; None: they are in clear.
         ports: From which the listener takes its own.
-        random_bytes: Makes the challenges.
     """
 
     def __init__(
-        self,
-        *,
-        host: str,
-        tls: PageTls | None = None,
-        ports: FreePorts = ANY_PORT,
-        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+        self, *, host: str, tls: PageTls | None = None, ports: FreePorts = ANY_PORT
     ) -> None:
         self._host = host
         self._tls = tls
         self._ports = ports
-        self._random_bytes = random_bytes
         self._listener: socket.socket | None = None
         self._listening: asyncio.Task[None] | None = None
         self._greetings: dict[asyncio.Task[None], None] = {}  # oldest first
@@ -188,7 +180,7 @@ class ProvenSockets:
 
     async def _introduce(self, wire: PageSocket, connection_id: str, key: bytes) -> None:
         """Prove the key to the receiver, which must prove it, too."""
-        encoded, own = connection_id.encode(), self._random_bytes(CHALLENGE_BYTES)
+        encoded, own = connection_id.encode(), secrets.token_bytes(CHALLENGE_BYTES)
         if len(encoded) > MAX_ID_BYTES:
             raise ConnectionBroken(
                 f"connection id: found {len(encoded)} bytes; allowed: at most {MAX_ID_BYTES}"
@@ -234,7 +226,7 @@ class ProvenSockets:
         key, accepted = self._offers.get(connection_id, (b"", None))
         if accepted is None:
             return None
-        own = self._random_bytes(CHALLENGE_BYTES)
+        own = secrets.token_bytes(CHALLENGE_BYTES)
         answer = own + _proof(key, b"receiver", theirs, own)
         await wire.send(answer)
         proof = await wire.receive(PROOF_BYTES)

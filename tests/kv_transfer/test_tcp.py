@@ -156,8 +156,6 @@ def test_what_an_observer_saw_of_a_handshake_opens_nothing() -> None:
         async with a_pair() as pair:
             port = json.loads(pair.receiver.offer("c0", KEY))["port"]
             tap, tapped_port, sent = await wire_tap(port)
-            # The same challenges, as if the sender were asked for the very same connection again.
-            pair.sender._sockets._random_bytes = lambda num_bytes: b"s" * num_bytes
             tapped = json.dumps({"host": "127.0.0.1", "port": tapped_port}).encode()
             accepting = asyncio.create_task(pair.receiver.accept("c0", soon()))
             sending = await pair.sender.connect("c0", tapped, KEY, soon())
