@@ -95,11 +95,10 @@ class RemotePrefill:
         if self.receiver is None:
             return {}
         stats = self.receiver.stats
-        wire_ms = round(1000 * stats.wire_s, 1)
         return {
             "moved_pages": stats.pages_moved,
             "moved_bytes": stats.bytes_moved,
-            "wire_ms": wire_ms,
+            "wire_ms": round(1000 * self.receiver.wire_s(), 1),
         }
 
     @property
@@ -107,7 +106,7 @@ class RemotePrefill:
         """The time in which pages arrived, and how much of it came after the result."""
         if self.receiver is None or self._computed_at is None:
             return 0.0, 0.0
-        return self.receiver.stats.wire_s, self.receiver.wire_s_after(self._computed_at)
+        return self.receiver.wire_s(), self.receiver.wire_s(after=self._computed_at)
 
     async def run(self) -> None:
         """Return when all pages are committed and the first tokens are known.

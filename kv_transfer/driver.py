@@ -40,7 +40,6 @@ class TransferStats:
 
     pages_moved: int = 0
     bytes_moved: int = 0
-    wire_s: float = 0.0  # time in which a send or receive was posted
 
 
 class MachineState(Protocol):

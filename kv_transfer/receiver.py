@@ -96,9 +96,9 @@ class Receiver:
         await self.driver.outcome()
         return self.stats
 
-    def wire_s_after(self, at: float) -> float:
-        """Return how much of `stats.wire_s` lies after a loop time."""
-        return sum(max(end - max(begin, at), 0.0) for begin, end in self._receives)
+    def wire_s(self, *, after: float = 0.0) -> float:
+        """Return how long receives took together, as far as that lies after a loop time."""
+        return sum(max(end - max(begin, after), 0.0) for begin, end in self._receives)
 
     def _seconds(self, wait: Wait) -> float:
         load = self._incoming.load
@@ -155,12 +155,10 @@ class Receiver:
             self.driver.post(ConnectionLost(f"receive failed: {error}"))
             return
         last_end = self._receives[-1][1] if self._receives else posted_at
-        began_at, ended_at = max(posted_at, last_end), loop.time()
-        self._receives.append((began_at, ended_at))
+        self._receives.append((max(posted_at, last_end), loop.time()))
         self.stats = TransferStats(
             pages_moved=self.stats.pages_moved + post.num_pages,
             bytes_moved=self.stats.bytes_moved + num_bytes,
-            wire_s=self.stats.wire_s + ended_at - began_at,
         )
         self.driver.post(ReceiveDone(post.chunk))
 

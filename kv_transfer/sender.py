@@ -71,7 +71,6 @@ class Sender:
         self._page_ids: list[tuple[int, ...]] = []  # chunk |-> ids of its pages
         self._orders: dict[int, int] = {}  # chunk that was posted just now |-> number of the send
         self.stats = TransferStats()
-        self._last_sent_at = 0.0  # loop time; a send posted before it begins then
         self.driver: Driver[SenderState, SenderEvent, SenderAction] = Driver(
             state=begin(ticket),
             step=step,
@@ -131,8 +130,6 @@ class Sender:
         sending.add_done_callback(lambda _: self._outgoing.load.remove(num_bytes))
 
     async def _send_pages(self, chunk: int) -> None:
-        loop = asyncio.get_running_loop()
-        posted_at = loop.time()
         page_ids = self._page_ids[chunk]
         num_bytes = len(page_ids) * self._storage.page_bytes
         wait = Wait(kind=WaitKind.TRANSFER, chunk=chunk)
@@ -142,13 +139,10 @@ class Sender:
         except Exception as error:
             self.driver.post(ConnectionLost(f"send failed: {error}"))
             return
-        ended_at = loop.time()
         self.stats = TransferStats(
             pages_moved=self.stats.pages_moved + len(page_ids),
             bytes_moved=self.stats.bytes_moved + num_bytes,
-            wire_s=self.stats.wire_s + ended_at - max(posted_at, self._last_sent_at),
         )
-        self._last_sent_at = ended_at
         self.driver.post(SendDone(chunk))
 
     async def _digest(self, chunk: int) -> None:
