@@ -53,8 +53,7 @@ class DecodeWorker:
         context: State that it shares with the host.
         connect_channel: Makes a grpc.aio channel to a prefill worker's address.
         random_id: Returns 16 random bytes for ids of transfers and connections.
-        run_blocking: Runs page digests and grammars; `kv_transfer.driver.run_inline` in virtual
-            time.
+        run_blocking: Runs page digests and grammars.
     """
 
     name = "decode"

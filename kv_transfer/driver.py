@@ -24,14 +24,9 @@ T = TypeVar("T")
 
 
 class RunBlocking(Protocol):
-    """Runs a function that may take long: `asyncio.to_thread`; in virtual time `run_inline`."""
+    """Runs a function that may take long, such as `asyncio.to_thread`."""
 
     def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
-
-
-async def run_inline(function: Callable[[], T], /) -> T:
-    """Run the function at once: for tests in virtual time, where threads have no place."""
-    return function()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

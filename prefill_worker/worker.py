@@ -44,8 +44,7 @@ class PrefillWorker:
 
     Args:
         context: State that it shares with the host.
-        run_blocking: Runs page digests, and grammars; in virtual time
-            `kv_transfer.driver.run_inline`.
+        run_blocking: Runs page digests and grammars.
     """
 
     name = "prefill"

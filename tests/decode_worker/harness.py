@@ -10,7 +10,6 @@ from credentials.channel import ProvenChannel
 from credentials.cluster import ClusterCredentials
 from credentials.gate import ServerGate
 from decode_worker.config import DecodeConfig
-from kv_transfer.driver import run_inline
 from llm_engine.sampling import SamplingParams
 from pagewire.protos import common_pb2, worker_pb2, worker_pb2_grpc
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
@@ -23,7 +22,7 @@ from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens
 from tests.support.loopback import LoopbackNetwork, LoopbackTransport
 from tests.support.memory_grpc import MemoryChannel, MemoryNetwork
 from tests.support.virtual_executor import VirtualExecutor
-from tests.support.virtual_time import Process, run_virtual, seeded, wait_until
+from tests.support.virtual_time import Process, run_inline, run_virtual, seeded, wait_until
 from tests.support.worker_hosts import host_of
 from worker.context import WorkerContext
 from worker.host import WorkerHost

@@ -10,7 +10,7 @@ import numpy as np
 
 from kv_transfer.connections import AcceptedConnections, ConnectCall, ConnectionPool
 from kv_transfer.deadlines import TransferDeadlines
-from kv_transfer.driver import TransferStats, run_inline
+from kv_transfer.driver import TransferStats
 from kv_transfer.errors import ConnectionBroken, DigestMismatch
 from kv_transfer.messages import Ticket
 from kv_transfer.order import Incoming, Outgoing
@@ -19,6 +19,7 @@ from kv_transfer.sender import Sender
 from kv_transfer.transport import Connection
 from tests.support.fake_engine import FakePageStorage
 from tests.support.loopback import LoopbackNetwork, LoopbackTransport
+from tests.support.virtual_time import run_inline
 
 KEY = bytes(range(32))  # of every connection
 RECEIVER = ("decode-0", 9)

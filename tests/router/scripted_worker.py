@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 
-from kv_transfer.driver import run_inline
 from pagewire.protos import (
     common_pb2,
     inference_pb2,
@@ -28,7 +27,7 @@ from router.tenants.gate import TenantGate
 from router.tenants.registry import Tenants
 from tests.support.inline_renderer import InlineRenderer
 from tests.support.memory_grpc import MemoryNetwork
-from tests.support.virtual_time import seeded, wait_until
+from tests.support.virtual_time import run_inline, seeded, wait_until
 
 PAGE_SIZE = 4
 VOCAB_SIZE = 400

@@ -19,7 +19,6 @@ from decode_worker.config import DecodeConfig
 from grammars.wire import constraint_to_proto
 from kv_cache.prefix_cache import PrefixCache
 from kv_transfer.deadlines import TransferDeadlines
-from kv_transfer.driver import run_inline
 from llm_engine.drawing import FinishReason
 from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc
 from pagewire.protos.grpc_options import PING_AFTER_MS, PING_TIMEOUT_MS
@@ -44,7 +43,7 @@ from tests.support.memory_server import MemoryServer
 from tests.support.oracle import RequestSpec
 from tests.support.scenario import MAX_CONTEXT_TOKENS, VOCAB_SIZE, ClusterShape
 from tests.support.virtual_executor import VirtualExecutor
-from tests.support.virtual_time import Process, VirtualLoop, seeded, wait_until
+from tests.support.virtual_time import Process, VirtualLoop, run_inline, seeded, wait_until
 from tests.support.worker_hosts import host_of
 from worker.context import WorkerContext
 from worker.errors import EngineLost

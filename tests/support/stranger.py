@@ -20,7 +20,6 @@ from credentials.gate import ANSWER_KEY, CALL_KEY
 from credentials.party import Party
 from credentials.rules import WORKER_CALLERS
 from credentials.secret import ClusterSecret
-from kv_transfer.driver import run_inline
 from pagewire.protos import common_pb2, worker_pb2
 from pagewire.protos.token_ids import pack_token_ids
 from prefill_worker.config import PrefillConfig
@@ -31,7 +30,7 @@ from tests.support.fake_cluster import DEADLINES, MODEL, FakeCluster, model_info
 from tests.support.fake_engine import FakeEngine, FakeModel
 from tests.support.loopback import LoopbackTransport
 from tests.support.virtual_executor import VirtualExecutor
-from tests.support.virtual_time import Process, seeded
+from tests.support.virtual_time import Process, run_inline, seeded
 from worker.context import WorkerContext
 from worker.host import WorkerHost
 from worker.identity import WorkerIdentity

@@ -279,6 +279,11 @@ async def wait_until(
     return loop.time() - started_at
 
 
+async def run_inline(function: Callable[[], T], /) -> T:
+    """Run a blocking function at once: threads have no place in virtual time."""
+    return function()
+
+
 def seeded(seed: int, *purpose: object) -> random.Random:
     """Return a generator of its own for one purpose of a seeded run."""
     return random.Random(f"{seed}/{purpose}")
