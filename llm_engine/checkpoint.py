@@ -194,7 +194,8 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
                     f"{path}: cut off or not safetensors: "
                     f"{file_bytes} bytes with a header of {header_bytes}"
                 )
-            header = json.loads(file.read(header_bytes))
+            # All its numbers are integers; int() refuses how others are written.
+            header = json.loads(file.read(header_bytes), parse_float=int, parse_constant=int)
             data_begin = 8 + header_bytes
             entries = {
                 name: TensorEntry(
