@@ -14,9 +14,9 @@ NETWORK_CHUNK_BYTES = 256 << 20  # a quarter of a second at 10 Gbit/s
 
 
 class OrderedConnection:
-    """Base of connections: runs the operations of this side one after the other.
+    """Base of connections; `_operating` runs the operations of this side one after the other.
 
-    Subclasses implement `send` and `receive` within `_operating`, and `_stop`.
+    Subclasses implement `send`, `receive` and `_stop`.
     """
 
     def __init__(self, connection_id: str) -> None:
