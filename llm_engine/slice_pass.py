@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_kernels.tiles import to_device
 from kv_cache.torch_storage import TorchPageStorage
-from llm_engine.forward_batch import build_host_batch, send_batch
+from llm_engine.forward_batch import build_forward_batch
 from llm_engine.sampling import Draw, Drawn, SampledToken, SequenceSlice
 from llm_engine.transformer import Decoder
 
@@ -24,9 +24,8 @@ def run_slices(
     storage: TorchPageStorage, decoder: Decoder, slices: Sequence[SequenceSlice]
 ) -> Tensor | None:
     """Compute slices; return the logits of each draw, [num_draws, V], or None without draws."""
-    batch = build_host_batch(slices, storage.layout.page_size)
-    hidden_TD = decoder.hidden_states(send_batch(batch, storage.device))
-    return logits_of_draws(decoder, slices, hidden_TD)
+    batch = build_forward_batch(slices, storage.layout.page_size, storage.device)
+    return logits_of_draws(decoder, slices, decoder.hidden_states(batch))
 
 
 def logits_of_draws(
