@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from threading import Thread
+from threading import TIMEOUT_MAX, Thread
 from traceback import clear_frames
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -79,7 +79,8 @@ class ThreadExecutor:
         self._closed = True
         self._calls.put(None)
         if not self._hangs:
-            self._thread.join(self._max_call_s)  # a call may begin to hang only now
+            # A call may begin to hang only now. Longer than TIMEOUT_MAX no thread can wait.
+            self._thread.join(min(self._max_call_s, TIMEOUT_MAX))
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         if self._closed:

@@ -220,6 +220,10 @@ def test_an_exception_that_nobody_waits_for_is_not_reported(is_cancelled: bool) 
     assert not reports
 
 
+def test_a_limit_above_all_that_a_thread_can_wait_does_not_keep_it_from_closing() -> None:
+    ThreadExecutor(GatedEngine(), max_call_s=1e300).close()
+
+
 def test_a_closed_executor_refuses() -> None:
     executor = ThreadExecutor(GatedEngine(), max_call_s=60.0)
     executor.close()
