@@ -7,18 +7,20 @@ Weights, prompts and clients are those of benchmarks.serving_matrix. "Aggregated
 without prefill workers on as many GPUs.
 
 transfer/again@L    a prompt of L tokens that the prefill worker has cached and the decode worker
-                    must receive in full; pages of both lie in random order. `receive_ms` is the
-                    time that the decode worker itself counts, in which pages arrived.
+                    must receive in full; pages of both lie in random order.
 transfer/new@L, aggregated@L    a new prompt, with 1 + 1 workers and on one GPU. All three also for
                     @page, a prompt of one page, which shows what a request costs besides. `ms` is
                     the time of the first token, which waits for no page, and `second_ms` that of
-                    the second one, which needs all pages.
+                    the second one, which needs all pages. With 1 + 1 workers, by the count of the
+                    decode worker, whose clock shows whole milliseconds, for a prompt: `receive_ms`
+                    in which pages arrived, and of it `exposed_ms` after the prompt was computed.
 transfer/scattered@L     GB/s, by what the second token of again@L takes longer than that of
                     again@page (computed).
 transfer/ttft_share@L    `share`: of the first token's time, what new@L takes longer than
                     aggregated@L; `hidden_share`: of the transfer's time, what the second token of
                     new@L does not come later after the first one than that of aggregated@L, without
-                    the difference that a page makes (computed).
+                    the difference that a page makes; `hidden_share_counted`: of `receive_ms` of
+                    new@L, what is not `exposed_ms` (computed).
 transfer/dedup      64 requests at once with one new prefix of 8,192 tokens: how often it was
                     computed and moved.
 itl/ARM             16 chats stream while six prompts of 32,768 tokens arrive. `step_ms` is the mean
@@ -39,6 +41,7 @@ it anywhere with --shape tiny --scale small --device cpu --page-size 16.
 
 import argparse
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -101,9 +104,7 @@ def move_again(length: int, run: Run) -> Row:
     specs = wave(run.seeds, 1, unique=length)
     for _ in range(2):
         run.wave(specs)
-    before_s = receive_s(run)
-    waves = [run.wave(specs) for _ in range(max(run.sizes.repeats, 5))]
-    took_s = receive_s(run) - before_s
+    waves, counted = counted_transfers(lambda: run.wave(specs), run)
     work = run.check_waves(waves)
     pages = -(-length // page_size)
     if work["pages_moved"] != pages * len(waves):
@@ -111,26 +112,49 @@ def move_again(length: int, run: Run) -> Row:
     return {
         **two_tokens(waves),
         "own_tokens": length,
-        "receive_ms": round(1e3 * took_s / len(waves), 3),
-        "receive_gb_per_s": round(work["bytes_moved"] / took_s / 1e9, 2),
+        **counted,
+        "receive_gb_per_s": round(
+            work["bytes_moved"] / len(waves) / counted["receive_ms"] / 1e6, 2
+        ),
         **work,
     }
-
-
-def receive_s(run: Run) -> float:
-    """Return the time in which decode workers have received pages, summed over transfers."""
-    time.sleep(STATUS_S)
-    return sum(worker.transfer_s for worker in run.cluster.status().workers)
 
 
 def new_prompt(length: int, run: Run) -> Row:
     """Time the first token of a new prompt."""
     length = run.sizes.tokens(length) or run.cluster.model.page_size
-    run.wave(wave(run.seeds, 1, unique=length))
-    waves = [run.wave(wave(run.seeds, 1, unique=length)) for _ in range(max(run.sizes.repeats, 5))]
+
+    def ask() -> list[StreamRecord]:
+        return run.wave(wave(run.seeds, 1, unique=length))
+
+    ask()
+    waves, counted = counted_transfers(ask, run)
     work = run.check_waves(waves)
     check_fresh(work, shared=0)
-    return two_tokens(waves) | {"own_tokens": length} | work
+    return two_tokens(waves) | {"own_tokens": length} | counted | work
+
+
+def counted_transfers(
+    ask: Callable[[], list[StreamRecord]], run: Run
+) -> tuple[list[list[StreamRecord]], Row]:
+    """Ask again and again; return all answers, and what decode workers count for one meanwhile."""
+    count = max(run.sizes.repeats, 5)
+    if not run.cluster.spec.is_disaggregated:
+        return [ask() for _ in range(count)], {}
+    before = transfer_times_s(run)
+    waves = [ask() for _ in range(count)]
+    took = [after - each for after, each in zip(transfer_times_s(run), before, strict=True)]
+    receive_ms, exposed_ms = (round(1e3 * each / count, 3) for each in took)
+    return waves, {"receive_ms": receive_ms, "exposed_ms": exposed_ms}
+
+
+def transfer_times_s(run: Run) -> tuple[float, float]:
+    """Return the time in which decode workers have received pages, and how much was exposed."""
+    time.sleep(STATUS_S)
+    workers = run.cluster.status().workers
+    return sum(each.transfer_s for each in workers), sum(
+        each.exposed_transfer_s for each in workers
+    )
 
 
 def two_tokens(waves: list[list[StreamRecord]]) -> Row:

@@ -43,10 +43,17 @@ def transfer_shares(rows: Mapping[str, Row]) -> list[Row]:
                 "ms": round(later_ms, 3),
                 "share": round(later_ms / new["ms"], 4),
                 "hidden_share": round(1 - (exposed_ms - of_page_ms) / moving_ms, 4),
+                **_counted(new),
                 "from": [each["case"] for each in (*present, again, page)],
             }
         )
     return found
+
+
+def _counted(new: Row) -> Row:
+    if not new.get("receive_ms"):
+        return {}  # of an older file, or too short for the worker's clock
+    return {"hidden_share_counted": round(1 - new["exposed_ms"] / new["receive_ms"], 4)}
 
 
 def _after_first_ms(row: Row) -> float:

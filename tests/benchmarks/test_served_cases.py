@@ -14,7 +14,7 @@ from benchmarks.altered_workers import Alteration
 from benchmarks.case_runs import CaseFailed, Clock, Run
 from benchmarks.checkpoint_shapes import SHAPES, ensure_random_checkpoint
 from benchmarks.client_processes import ClientProcesses
-from benchmarks.disaggregation import dedup, move_again
+from benchmarks.disaggregation import dedup, move_again, new_prompt
 from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.run_arguments import LOCAL_PREFILL, SCALES, Sizes
 from benchmarks.served_cluster import ClusterSpec, ServedCluster
@@ -53,6 +53,9 @@ def test_cases_measure_what_they_say_and_refuse_a_cluster_that_only_looks_right(
     assert again["prefill_prompt_tokens"] == 2 * 2
     shared = rows["dedup"]
     assert (shared["times_computed"], shared["times_moved"]) == (1.0, 1.0)
+    new = rows["new"]
+    assert new["pages_moved"] == 5 * 64 // PAGE_SIZE
+    assert 0 < new["exposed_ms"] <= new["receive_ms"]
     assert all(row["decode_prompt_tokens"] == 0 for row in rows.values())
 
 
@@ -103,17 +106,20 @@ async def measure_all(model_dir: Path) -> dict[str, dict[str, Any]]:
     async with in_process_cluster(
         model_dir, num_prefill=1, num_decode=1, page_size=PAGE_SIZE, is_large=True
     ) as client:
+        loop = asyncio.get_running_loop()
         cluster: Any = SimpleNamespace(
             address=client.address,
             addresses=[client.address],
             model=(await client.list_models())[0],
             spec=SimpleNamespace(is_disaggregated=True, options={}),
+            status=lambda: asyncio.run_coroutine_threadsafe(client.status(), loop).result(),
         )
         with ClientProcesses(2) as clients:
             run = Run(cluster, clients, SIZES, Clock(100.0, seed=1))
             rows = {
                 "decode": await asyncio.to_thread(decode, 3, 64, run),
                 "ttft": await asyncio.to_thread(ttft, 1, 32, run),
+                "new": await asyncio.to_thread(new_prompt, 64, run),
             }
             small = Run(cluster, clients, Sizes(tokens_by=32, repeats=2), Clock(100.0, seed=2))
             rows["cached"] = await asyncio.to_thread(cached, 2, small)

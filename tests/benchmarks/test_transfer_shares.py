@@ -1,8 +1,12 @@
 """What first and second tokens of prompts say about their transfers."""
 
+from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.disaggregation import two_tokens
+import pytest
+
+from benchmarks import disaggregation
+from benchmarks.disaggregation import counted_transfers, two_tokens
 from benchmarks.stream_statistics import StreamRecord
 from benchmarks.transfer_shares import transfer_shares
 
@@ -30,6 +34,52 @@ def test_pages_are_timed_by_second_tokens_and_first_tokens_only_by_first() -> No
     assert (share["ms"], share["share"]) == (4.0, 0.04)
     # After the first token 8 instead of 6 ms, and 6 instead of 5 for a page; of 10.
     assert share["hidden_share"] == 0.9
+
+
+def test_what_is_hidden_is_also_told_by_the_count_of_the_decode_worker() -> None:
+    def shares(**counted: float) -> list[dict[str, Any]]:
+        rows = [row("transfer/again@page", 10.0, 15.0), row("transfer/again@4096", 30.0, 25.0)]
+        for length in ("page", "4096"):
+            rows += [row(f"transfer/{kind}@{length}", 10.0, 15.0) for kind in ("new", "aggregated")]
+        rows[-2] |= counted
+        return transfer_shares({each["case"]: each for each in rows})
+
+    _, share = shares(receive_ms=8.0, exposed_ms=2.0)
+    assert share["hidden_share_counted"] == 0.75
+    for counted in ({}, {"receive_ms": 0.0, "exposed_ms": 0.0}):
+        _, share = shares(**counted)
+        assert "hidden_share_counted" not in share
+
+
+def test_transfers_are_counted_between_two_looks_at_all_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(disaggregation, "STATUS_S", 0.0)
+    answers: list[list[StreamRecord]] = []
+
+    def status() -> Any:
+        done = 0.005 * len(answers)
+        times = [(10 + done, 3 + done / 5), (done, 0.0)]
+        return SimpleNamespace(
+            workers=[SimpleNamespace(transfer_s=all_s, exposed_transfer_s=s) for all_s, s in times]
+        )
+
+    def ask() -> list[StreamRecord]:
+        answers.append([])
+        return answers[-1]
+
+    spec = SimpleNamespace(is_disaggregated=True)
+    run: Any = SimpleNamespace(
+        sizes=SimpleNamespace(repeats=3), cluster=SimpleNamespace(spec=spec, status=status)
+    )
+
+    found, counted = counted_transfers(ask, run)
+
+    assert found == answers
+    assert len(found) == 5
+    assert counted == {"receive_ms": 10.0, "exposed_ms": 1.0}  # for each of the five
+    spec.is_disaggregated = False
+    assert counted_transfers(ask, run) == ([[]] * 5, {})
 
 
 def test_the_second_token_of_a_stream_is_its_last() -> None:
