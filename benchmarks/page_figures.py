@@ -2,8 +2,8 @@
 
     python -m benchmarks.page_figures
 
-Those of attention are drawn by benchmarks.figures, those of two pools by
-benchmarks.serving_figures, and those of tables without a result file by benchmarks.table_plots.
+Those of attention are drawn by benchmarks.figures, and those of tables without a result file by
+benchmarks.table_plots.
 """
 
 import json
@@ -26,6 +26,7 @@ from benchmarks.tables import (
     MIX_RESULTS,
     MOVES_RESULT,
     PARTS_RESULT,
+    POOLS_RESULT,
     PROFILE_RESULT,
     REPLAY_RESULTS,
     RESULTS,
@@ -38,7 +39,13 @@ from benchmarks.tables import (
     replays_in_time,
     served_step_rows,
 )
-from benchmarks.targets import FIRST_TOKENS_FILE, KILLS_FILE, SERVING_FILE, serving_outcomes
+from benchmarks.targets import (
+    FIRST_TOKENS_FILE,
+    KILLS_FILE,
+    SERVING_FILE,
+    TRANSFERS_FILE,
+    serving_outcomes,
+)
 
 FIGURES = ROOT / "docs" / "figures"
 SERVING_FILES = (SERVING_FILE, "serving-matrix-h200.json")
@@ -250,10 +257,10 @@ def corruption() -> str:
     )
 
 
-def kills() -> str:
-    """What a kill between two GPUs costs."""
-    charts = dict(disaggregation_charts(*_rows_and_hardware([KILLS_FILE])))
-    return draw(charts["kill"])
+def disaggregation(kind: str, files: Sequence[str]) -> str:
+    """One kind of cases of benchmarks.disaggregation, of one or more files."""
+    charts = dict(disaggregation_charts(*_rows_and_hardware(files)))
+    return draw(charts[kind])
 
 
 def faults() -> str:
@@ -273,12 +280,6 @@ def faults() -> str:
             is_logarithmic=True,
         )
     )
-
-
-def ablation() -> str:
-    """What delta transfer and cascade attention are worth."""
-    charts = dict(disaggregation_charts(*_rows_and_hardware(ABLATION_RESULTS)))
-    return draw(charts["ablation"])
 
 
 def replay() -> str:
@@ -382,7 +383,9 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "serving-ttft": partial(serving, "ttft"),
     "serving-mixed": partial(serving, "mixed"),
     "targets": targets,
-    "ablation": ablation,
+    "itl": partial(disaggregation, "itl", [POOLS_RESULT]),
+    "transfer-share": partial(disaggregation, "transfer-share", [TRANSFERS_FILE]),
+    "ablation": partial(disaggregation, "ablation", ABLATION_RESULTS),
     "replay": replay,
     "engine-step": engine_step,
     "step-profile": step_profile,
@@ -395,7 +398,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "gateway": gateway,
     "calls": calls,
     "corruption": corruption,
-    "kills": kills,
+    "kills": partial(disaggregation, "kill", [KILLS_FILE]),
     "faults": faults,
     **{f"tables/{name}": partial(table_plots.plot, name) for name in table_plots.PLOTS},
 }

@@ -91,7 +91,7 @@ def disaggregation_charts(rows: Rows, hardware: str) -> Iterator[tuple[str, Char
                 "What of a transfer is seen, by tokens of the prompt",
                 (hardware, "A share below 0 has no bar."),
                 shares,
-                series=(("of the first token's time", RED), ("of the transfer, hidden", BLUE)),
+                series=(("of the first token", RED), ("of the transfer, hidden", BLUE)),
                 unit="%",
             ),
         )

@@ -18,16 +18,15 @@ from benchmarks.first_token_path import PARTS
 from benchmarks.measured_host import in_short
 from benchmarks.serving_figures import ARMS, VLLM
 from benchmarks.stream_statistics import Row
-from benchmarks.targets import SERVING_MS, other_outcomes, serving_outcomes
+from benchmarks.targets import SERVING_MS, TRANSFERS_FILE, other_outcomes, serving_outcomes
 from benchmarks.transfer_shares import LENGTHS, transfer_case, transfer_shares
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
-PROFILE_RESULT = "step-profile-llama-3-8b-h100.json"
-SERVED_STEPS_RESULT = "served-steps-h100.json"
+PROFILE_RESULT = "step-profile-llama-3-8b-h200.json"
+SERVED_STEPS_RESULT = "served-steps-h200.json"
 POOLS_RESULT = "disaggregation-h200.json"
-TRANSFERS_RESULT = "transfers-receive-h100-x2.json"
 ABLATION_RESULTS = tuple(
     f"ablation{run}.json"
     for run in ("-h100-x2", "-delta-h100-x2", "-none-h100-x2", "-none-h100-x4")
@@ -42,7 +41,7 @@ REPLAY_RESULTS = {
 }
 PARTS_RESULT = "first-token-parts-h100-x2.json"
 MIX_RESULTS = (PARTS_RESULT, "first-token-parts-h100.json")
-MOVES_RESULT = "served-moves-h100-x2.json"
+MOVES_RESULT = "served-moves-h200-x2.json"
 POOL_ARMS = ("disaggregated", "aggregated")
 # Columns of a table: heading |-> file and arm
 ITL_RESULTS = {
@@ -234,7 +233,7 @@ def replays_in_time() -> Iterator[tuple[Row, list[float]]]:
 
 def served_step_rows() -> Iterator[tuple[str, list[float]]]:
     """Yield numbers of streams, and a step's ms alone, at the client, on the device and between."""
-    alone = _rows_of("engine-step-llama-3-8b-h100.json")
+    alone = _rows_of("engine-step-decode-h200.json")
     for case, row in _rows_of(SERVED_STEPS_RESULT).items():
         served = [row[name] for name in ("ms", "busy_ms", "between_ms")]
         yield str(row["streams"]), [alone[f"decode/{case}"]["ms"], *served]
@@ -272,7 +271,7 @@ def _cell(row: Row | None, name: str, unit: float = 1.0) -> str:
 
 def transfers() -> str:
     """First tokens of new prompts with and without a transfer, and the transfers themselves."""
-    rows = _rows_of(TRANSFERS_RESULT)
+    rows = _rows_of(TRANSFERS_FILE)
     rows |= {row["case"]: row for row in transfer_shares(rows)}
 
     def cells(length: int) -> Iterator[str]:

@@ -19,6 +19,7 @@ FIRST_TOKENS_FILE = "first-tokens-h100-x4.json"  # newer; both GPUs compute equa
 STARTS_FILE = "ready-h100-x2.json"
 KILLS_FILE = "kills-nccl-h100-x2.json"
 MEMORY_FILE = "kills-nccl-memory-h100-x2.json"
+TRANSFERS_FILE = "transfers-h200-x2.json"
 HIDDEN_TOKENS = (4096, 8192, 16_384, 32_768)
 
 Figure = tuple[str, float, float, str, bool]  # fields of Outcome but for the file
@@ -80,17 +81,16 @@ def other_outcomes() -> Iterator[Outcome]:
     for case, target in (("ready/cold", 25), ("ready/warm", 12)):
         seconds = _rows(STARTS_FILE)[case]["seconds"]
         yield Outcome(what=f"`{case}`", target=target, found=seconds, unit="s", file=STARTS_FILE)
-    yield from _transfers("transfers-receive-h100-x2.json")
+    yield from _transfers(TRANSFERS_FILE)
     yield from _pools("disaggregation-h200.json")
     yield _limited_pools("itl-h100-x4.json", "itl-30ms-h100-x4.json")
-    file = "itl-h100-x2.json"
-    chats = _rows(file)["itl/disaggregated"]
+    chats = _rows(TRANSFERS_FILE)["itl/disaggregated"]
     yield Outcome(
         what="steps of the chats while pages arrive, longer by",
         target=5,
         found=100 * (chats["step_ms"] / chats["calm_step_ms"] - 1),
         unit="%",
-        file=file,
+        file=TRANSFERS_FILE,
     )
     yield from _kills(KILLS_FILE)
     yield _kept_memory(MEMORY_FILE)

@@ -70,7 +70,7 @@ def test_arms_shares_and_kills_are_drawn_and_what_is_missing_has_no_bar() -> Non
     assert len(bars(charts["itl"])) == 4
     assert len(bars(charts["ablation"])) == 4
     assert list(bars(charts["kill"])) == ["decode/before, pages move again: 1,000 ms"]
-    assert "32768, of the first token's time: 5.0 %" in bars(charts["transfer-share"])
+    assert "32768, of the first token: 5.0 %" in bars(charts["transfer-share"])
 
 
 def test_every_case_of_the_peer_and_of_the_targets_is_one_of_the_matrix() -> None:
