@@ -273,6 +273,10 @@ def transfers() -> str:
     """First tokens of new prompts with and without a transfer, and the transfers themselves."""
     rows = _rows_of(TRANSFERS_FILE)
     rows |= {row["case"]: row for row in transfer_shares(rows)}
+    hidden = {"hidden_share": "hidden", "hidden_share_counted": "hidden, counted"}
+    hidden = {
+        key: head for key, head in hidden.items() if any(key in each for each in rows.values())
+    }
 
     def cells(length: int) -> Iterator[str]:
         yield f"{length:,}"
@@ -283,10 +287,10 @@ def transfers() -> str:
         yield f"{100 * (1 - alone['ms'] / new['ms']):.1f} %"
         yield from (_ms(again[name]) for name in ("ms", "second_ms"))
         moved = rows.get(f"transfer/scattered@{length}")
-        share = rows.get(f"transfer/ttft_share@{length}")
+        share = rows.get(f"transfer/ttft_share@{length}", {})
         yield _ms(moved["gb_per_s"]) if moved else ""
         yield _ms(again["receive_gb_per_s"])
-        yield f"{100 * share['hidden_share']:.0f} %" if share else ""
+        yield from (f"{100 * share[key]:.0f} %" if key in share else "" for key in hidden)
 
     return table(
         (
@@ -298,7 +302,7 @@ def transfers() -> str:
             "second token, ms",
             "pages, GB/s",
             "arriving, GB/s",
-            "hidden",
+            *hidden.values(),
         ),
         (tuple(cells(length)) for length in LENGTHS if length),
         num_text=0,

@@ -135,6 +135,26 @@ def test_a_table_follows_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\nnew\n" in tables.with_tables(page)
 
 
+def test_what_is_hidden_by_count_has_a_column_once_it_was_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uncounted = {
+        name: {key: value for key, value in row.items() if key not in ("receive_ms", "exposed_ms")}
+        for name, row in tables._rows_of(tables.TRANSFERS_FILE).items()
+        if "ttft_share" not in name
+    }
+    new = uncounted["transfer/new@32768"] | {"receive_ms": 20.0, "exposed_ms": 5.0}
+    counted = uncounted | {"transfer/new@32768": new}
+
+    monkeypatch.setattr(tables, "_rows_of", lambda name: dict(uncounted))
+    assert "counted" not in tables.transfers()
+
+    monkeypatch.setattr(tables, "_rows_of", lambda name: dict(counted))
+    heads, *_, last = tables.transfers().splitlines()
+    assert heads.endswith("| hidden, counted |")
+    assert last.endswith("% | 75 % |")
+
+
 def test_figures_are_those_of_the_program() -> None:
     for name, drawing in draw.DRAWINGS.items():
         drawn = (draw.FIGURES / f"{name}.svg").read_text(encoding="utf-8")
