@@ -155,7 +155,7 @@ def _own_files(found: FoundRouter) -> Tls | None:
     if found.config is None:
         return found.tls
     try:
-        return own_client(found.config)
+        return own_client(found.config.tls_settings)
     except ConfigError as error:  # a router keeps what it has read before
         raise ConfigError(
             f"{error}; the router at {found.address} may serve nevertheless, with the files as "

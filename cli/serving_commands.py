@@ -94,7 +94,7 @@ def _found_by_clients(
             pid=os.getpid(),
             address=cluster.address,
             token=router_token(),
-            tls=own_client(with_absolute_files(config)),
+            tls=own_client(with_absolute_files(config).tls_settings),
         )
     )
 
@@ -153,7 +153,11 @@ def demo(config: ClusterConfig) -> None:
             say(f"ready on {cluster.address} with {name}; workers compute on {cluster.device}")
             from cluster.attach import router_token
 
-            signals.run(run_demo(cluster.address, own_client(config), Console(), router_token()))
+            signals.run(
+                run_demo(
+                    cluster.address, own_client(config.tls_settings), Console(), router_token()
+                )
+            )
         say("stopped")
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
-from credentials.config import path_here
+from credentials.config import TlsSettings, path_here
 from credentials.door import front_door, is_loopback_host
 from credentials.errors import OpenInClear
 from pagewire import Tls
-from pagewire.protos.pem import PemError, is_for, read_pem
+from pagewire.protos.pem import PemError, is_for, read_names, read_pem
 
 ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
@@ -111,19 +111,19 @@ def check_links(config: ClusterConfig, device: str, addresses: Iterable[str]) ->
         )
 
 
-def own_client(config: ClusterConfig) -> Tls | None:
+def own_client(settings: TlsSettings) -> Tls | None:
     """Return how the cluster's own processes connect to its routers; None: in clear.
 
-    They have the routers' certificate as a file, and trust it alone.
+    They have the routers' certificate as a file, and trust it alone. Its key is the routers' alone.
 
     Raises:
         ConfigError: It cannot be used, or the certificate that they show.
     """
-    front, inside = config.front_tls, config.tls
+    front, inside = settings.front, settings.inside
     if not front.is_on:
         return None
     try:
-        names = read_pem(front.files(inside)).names
+        names = read_names(front.certificate)
         if front.client_authority_file:
             read_pem(inside.files)  # by the names of these options, not those of Tls
     except PemError as error:
@@ -149,9 +149,9 @@ def client_hosts(config: ClusterConfig, host: str) -> tuple[str, ...]:
     if host.strip("[]") not in ANY_HOST:
         return (host,)
     names: tuple[str, ...] = ()
-    # A pair that is being renewed does not match; the servers keep the one before it.
+    # It may be in the middle of a renewal; the servers keep the one before it.
     with suppress(PemError):
-        names = read_pem(config.front_tls.files(config.tls)).names if config.front_tls.is_on else ()
+        names = read_names(config.front_tls.certificate) if config.front_tls.is_on else ()
     ordered = sorted(
         (each for each in names if "*" not in each), key=lambda name: name != "localhost"
     )

@@ -428,7 +428,7 @@ def _is_gateway(config: ClusterConfig) -> bool:
     host, port = config.host, config.http_port
     connection = http.client.HTTPConnection(host, port, timeout=ROUTER_TIMEOUT_S)
     try:
-        if tls := own_client(config):
+        if tls := own_client(config.tls_settings):
             context = client_context(tls.load().current())
             context.check_hostname = False  # its certificate is not checked
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -446,6 +446,6 @@ def _is_gateway(config: ClusterConfig) -> bool:
 
 def _is_router(config: ClusterConfig, address: str) -> bool:
     try:
-        return is_router(address, own_client(config))
+        return is_router(address, own_client(config.tls_settings))
     except ConfigError:
         return False

@@ -328,7 +328,7 @@ def wait_for_cluster(
         actors=actors,
         http_address=addresses.get(GATEWAY_NAME, ""),
         context_tokens=wait_until_served(
-            address, own_client(config), router, workers, deadline, watch.check
+            address, own_client(config.tls_settings), router, workers, deadline, watch.check
         ),
     )
 

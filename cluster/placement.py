@@ -175,7 +175,7 @@ def place_gateway(deployment: Deployment) -> Any:
         log_format=config.log_format,
         router_name=ROUTER_NAME,
         tls=config.tls_settings,
-        router_tls=own_client(config),
+        router_tls=own_client(config.tls_settings),
     )
     return place(GatewayActor, GATEWAY_NAME, at_home(deployment), start)
 

@@ -176,7 +176,9 @@ def _wait_served(actors: dict[str, Any], config: ClusterConfig, say: Say) -> Non
     deadline = time.monotonic() + config.start_timeout_s
     wait_ready(actors, deadline, config.start_timeout_s, say, lambda: None)
     router = ray.get_actor(ROUTER_NAME)
-    wait_until_served(router_address(), own_client(config), router, actors, deadline, lambda: None)
+    wait_until_served(
+        router_address(), own_client(config.tls_settings), router, actors, deadline, lambda: None
+    )
 
 
 def _listed(names: Collection[str]) -> Callable[[], Collection[str]]:

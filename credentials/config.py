@@ -114,6 +114,11 @@ class FrontTlsConfig:
         """Whether clients connect over TLS."""
         return bool(self.certificate_file)
 
+    @property
+    def certificate(self) -> PemFile:
+        """The certificate, which clients of this host may read; only if it is on."""
+        return _file("front_tls", self, "certificate_file")
+
     def files(self, inside: TlsConfig) -> PemFiles:
         """Return the files of a server; only if it is on.
 
@@ -126,7 +131,7 @@ class FrontTlsConfig:
             if inside.is_on:
                 authorities.append(_file("tls", inside, "authority_file"))
         return PemFiles(
-            certificate=_file("front_tls", self, "certificate_file"),
+            certificate=self.certificate,
             key=_file("front_tls", self, "key_file"),
             authorities=tuple(authorities),
             sides=("server",),

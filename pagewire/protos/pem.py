@@ -4,6 +4,7 @@ Both ends of a connection share this module, so it needs only Python's own `ssl`
 certificate by a handshake in memory, which finds whatever a peer would find.
 """
 
+import _ssl
 import logging
 import math
 import os
@@ -156,7 +157,7 @@ def read_pem(files: PemFiles) -> Pem:
         certificate=certificate,
         key=key,
         authority=authority,
-        names=tuple(name for _, name in shown.get("subjectAltName", ())),
+        names=_hosts(shown),
         expires_at=expires_at,
     )
     if files.is_mutual:
@@ -171,6 +172,19 @@ def read_pem(files: PemFiles) -> Pem:
             "a certificate with that name",
         )
     return pem
+
+
+def read_names(file: PemFile) -> tuple[str, ...]:
+    """Return the hosts in a certificate, without its key.
+
+    Raises:
+        PemError: The file cannot be read, or holds no certificate.
+    """
+    content = _read(file)
+    _check_certificates(file, content)
+    with _file_of(content) as path:
+        # `ssl` has no public name for this: it shows certificates of peers alone.
+        return _hosts(_ssl._test_decode_cert(path))  # type: ignore[attr-defined]
 
 
 def check_trusted(files: PemFiles, pem: Pem, authority: bytes, told_authority: str) -> None:
@@ -324,6 +338,11 @@ def _shown_alone(files: PemFiles, certificate: bytes, key: bytes) -> dict[str, A
                 f"a certificate that is for a {side}, too",
             ) from error
     return shown
+
+
+def _hosts(shown: Any) -> tuple[str, ...]:
+    """Return the hosts in a certificate's content."""
+    return tuple(name for _, name in shown.get("subjectAltName", ()))
 
 
 def _show(

@@ -173,14 +173,35 @@ def test_commands_call_with_the_token_of_the_cluster_unless_they_are_given_one(h
         assert named.stdout == "nobody\n", "an address that is given may be anybody's"
 
 
-@pytest.mark.parametrize("section", ["tls", "front_tls"])
-def test_a_broken_key_of_the_cluster_is_named_and_own_files_still_reach_the_router(
-    host, tmp_path, section
+@pytest.mark.parametrize("asks_clients", [False, True])
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_no_client_command_needs_the_key_of_the_routers(host, tmp_path, command, asks_clients):
+    settings = Authority(tmp_path).settings(asks_clients=asks_clients)
+    host.config = ClusterConfig(tls=settings.inside, front_tls=settings.front)
+    with serving_in_thread(answer, front_door(settings)) as (host.router_address, _):
+        Path(host.config.front_tls.key_file).unlink()
+        if not asks_clients:
+            Path(host.config.tls.key_file).unlink()
+
+        result = run_main(*command, text="hello\n")
+
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "content"),
+    [
+        ("tls", "key_file", "private key in PEM; allowed: a PEM file with a whole private key"),
+        ("front_tls", "certificate_file", "certificate in PEM; allowed: a PEM file of whole cert"),
+    ],
+)
+def test_a_broken_file_of_the_cluster_is_named_and_own_files_still_reach_the_router(
+    host, tmp_path, section, name, content
 ):
     authority = Authority(tmp_path)
     settings = authority.settings(asks_clients=True)
     host.config = ClusterConfig(tls=settings.inside, front_tls=settings.front)
-    broken = getattr(host.config, section).key_file
+    broken = getattr(getattr(host.config, section), name)
     with serving_in_thread(answer, front_door(settings)) as (host.router_address, _):
         Path(broken).write_text("-")
 
@@ -189,10 +210,10 @@ def test_a_broken_key_of_the_cluster_is_named_and_own_files_still_reach_the_rout
         files = ["--authority-file", authority.file, "--certificate-file", own.certificate_file]
         served = run_main("status", "--once", *files, "--key-file", own.key_file)
 
-    assert (refused.returncode, refused.stderr.strip()) == (
-        2,
-        f"error: {section}.key_file: {broken} holds no private key in PEM; allowed: a PEM file "
-        f"with a whole private key; the router at {host.router_address} may serve nevertheless, "
-        "with the files as they were: mend them, or give your own, such as --authority-file",
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"error: {section}.{name}: {broken} holds no {content}")
+    assert refused.stderr.endswith(
+        f"; the router at {host.router_address} may serve nevertheless, "
+        "with the files as they were: mend them, or give your own, such as --authority-file\n"
     )
     assert served.returncode == 0, served.stderr

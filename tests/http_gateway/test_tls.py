@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from cluster.certificates import own_client
-from cluster.config import ClusterConfig
 from credentials.door import front_door
 from http_gateway import connection
 from pagewire import Tls
@@ -153,7 +152,7 @@ def test_a_client_that_still_sends_gets_its_refusal(authority: Authority) -> Non
 def test_it_connects_to_a_router_over_tls(authority: Authority) -> None:
     settings = authority.settings(asks_clients=True)
     # As the cluster's own gateway does.
-    tls = own_client(ClusterConfig(tls=settings.inside, front_tls=settings.front))
+    tls = own_client(settings)
     door = front_door(settings)
     with gateway(lambda: scripted(hello, door), router_tls=tls) as served:
         assert models(http.client.HTTPConnection(*served.host_and_port)) == "tiny"
