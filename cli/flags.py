@@ -20,6 +20,7 @@ def add_command(
     defaults: Defaults = no_defaults,
     *,
     takes: Callable[[str], bool] = lambda path: True,
+    uses: Callable[[str], bool] = lambda path: True,
     own: Sequence[inspect.Parameter] = (),
 ) -> None:
     """Add a command, named as its function, that reads file and flags.
@@ -29,11 +30,12 @@ def add_command(
         command: To run with the merged configuration.
         defaults: The command's own defaults; files and flags override them.
         takes: Returns whether the option with a path is a flag of the command.
+        uses: Returns whether the command uses an option of the file; others may have wrong values.
         own: Flags that are not options of the configuration.
     """
     kind = _command_class(defaults, {each.name for each in own})
     name = command.__name__.replace("_", "-")
-    app.command(name, cls=kind)(_with_config_flags(command, defaults, takes, own))
+    app.command(name, cls=kind)(_with_config_flags(command, defaults, takes, uses, own))
 
 
 def flag_parameter(
@@ -48,6 +50,7 @@ def _with_config_flags(
     command: Command,
     defaults: Defaults,
     takes: Callable[[str], bool],
+    uses: Callable[[str], bool],
     own: Sequence[inspect.Parameter],
 ) -> Callable[..., None]:
     """Return a function for typer that reads file and flags and calls `command`."""
@@ -61,7 +64,7 @@ def _with_config_flags(
             for name, value in flags.items()
             if value is not None
         }
-        command(load_config(config, overrides, defaults), **given)
+        command(load_config(config, overrides, defaults, uses), **given)
 
     file_flag = Annotated[
         Optional[Path], typer.Option("--config", help="YAML file with options.")  # noqa: UP045

@@ -243,4 +243,4 @@ for _command, *_own in (
     (move, flag_parameter("worker", WorkerArgument), flag_parameter("to", ToFlag)),
     (restart, flag_parameter("names", NamesArgument, None)),
 ):
-    add_command(app, _command, takes=_finds, own=[*_own, _GRACE])
+    add_command(app, _command, takes=_finds, uses=_finds, own=[*_own, _GRACE])

@@ -16,7 +16,8 @@ flags of `serve`, `up` and `demo`: `router.max_active_requests` is `--router-max
 Flags override the file, and the file overrides the defaults. Some defaults differ in `demo` and on
 CPUs: `--help` shows those of the command. Unknown options, repeated options and invalid values end
 the command with exit code 2. One line for each names the file or the flag, the option and, for a
-value, what was found and what is allowed.
+value, what was found and what is allowed. Commands for a running cluster, such as `down` and
+`scale`, use `ray_address` alone, and of the other options check the names only.
 
 ```yaml
 model: /models/llama-3-8b

@@ -169,4 +169,10 @@ add_command(
         flag_parameter("share_port", SharePortFlag, default=False),
     ],
 )
-add_command(app, router_keys, takes=_finds_keys, own=[flag_parameter("file", FileArgument)])
+add_command(
+    app,
+    router_keys,
+    takes=_finds_keys,
+    uses=_finds_keys,
+    own=[flag_parameter("file", FileArgument)],
+)

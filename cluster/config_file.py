@@ -33,7 +33,10 @@ def no_defaults(_: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def load_config(
-    path: Path | None, overrides: Mapping[str, Any], defaults: Defaults = no_defaults
+    path: Path | None,
+    overrides: Mapping[str, Any],
+    defaults: Defaults = no_defaults,
+    uses: Callable[[str], bool] = lambda path: True,
 ) -> ClusterConfig:
     """Merge a YAML file and overrides (both by option path) over defaults, and check all.
 
@@ -41,6 +44,8 @@ def load_config(
         path: The file; None: there is none.
         overrides: The options of the command line.
         defaults: A command's own, given the options of file and command line.
+        uses: Returns whether a command uses an option. Of the others only the names are checked: a
+            mistyped one may be meant to be used.
 
     Raises:
         ConfigError: Has a line for each wrong option: the file and the option's path, or its flag,
@@ -51,6 +56,7 @@ def load_config(
         reading.read(path)
     reading.values |= overrides
     reading.drop_unknown()
+    reading.drop_unused(uses)
     reading.drop_wrong()
     reading.fill(defaults)
     made = reading.make()
@@ -94,6 +100,10 @@ class _Reading:
             if not (is_nameless and is_told):
                 self._refuse(name, message)
             is_told |= is_nameless
+
+    def drop_unused(self, uses: Callable[[str], bool]) -> None:
+        """Ignore the values of options that the command does not use."""
+        self.values = {name: value for name, value in self.values.items() if uses(name)}
 
     def drop_wrong(self) -> None:
         """Refuse values of a wrong type, or outside their own bounds."""

@@ -63,3 +63,37 @@ def test_up_says_which_command_ends_the_cluster(host, monkeypatch, given, ends):
     result = run_main("up", "--model", "/m", *given)
 
     assert result.stdout + result.stderr == f"ready: pagewire serves; {ends} ends it\n"
+
+
+HALF_PAIR = "front_tls: {key_file: /etc/pagewire/front.key}"
+INCOMPLETE = (
+    "front_tls.certificate_file: found none; allowed: a file, as front_tls.key_file is given"
+)
+
+
+def test_a_command_for_a_running_cluster_uses_nothing_of_the_file_but_where_it_is(host, tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"{HALF_PAIR}\npage_size: 17\npools: {{small: {{role: cook}}}}\n")
+
+    ended = run_main("down", "--config", str(file))
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+    file.write_text("ray_address: nowhere\nray_adress: 10.0.0.1:6379\n")
+    refused = run_main("down", "--config", str(file))
+    assert refused.returncode == 2
+    assert [line.partition(": found ")[0] for line in refused.stderr.splitlines()] == [
+        f"error: {file}, line 1: ray_address",
+        f"error: {file}, line 2: ray_adress",
+    ]
+
+
+@pytest.mark.parametrize("command", ["up", "serve", "router", "gateway"])
+def test_a_server_refuses_a_key_without_its_certificate(command, tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(HALF_PAIR)
+    needed = ("--controller", "h:1", "--keys", "k") if command == "router" else ()
+
+    refused = run_main(command, *needed, "--config", str(file))
+
+    assert refused.returncode == 2
+    assert refused.stderr == f"error: {file}, line 1: {INCOMPLETE}\n"
