@@ -71,6 +71,7 @@ def cluster_json(status: ClusterStatus, time_s: float) -> dict[str, Any]:
 
 def _worker_json(worker: WorkerStatus) -> dict[str, Any]:
     values = asdict(worker)
-    del values["address"]  # viewers of the page do not call workers
+    # Viewers of the page do not call workers, whose addresses these name.
+    del values["address"], values["silence"]
     # As in the logs; as a number it exceeds JavaScript's range.
     return values | {"incarnation": f"{worker.incarnation:016x}"}

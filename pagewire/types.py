@@ -214,6 +214,8 @@ class WorkerStatus:
     pool: str  # "prefill" or "decode"
     state: str  # "connecting", "ready", "draining" or "dead"
     misfit: str = ""  # why it can get no requests beside the others; empty: no such reason
+    # Why the router hears nothing from it; empty: it does, or has not been connected yet.
+    silence: str = ""
     heartbeat_age_ms: int
     steps: int
     running: int  # sequences in the batch
@@ -299,3 +301,4 @@ class ClusterStatus:
     cluster_tls: Encryption | None = None  # of its own to workers and controller; likewise
     tenants: tuple[TenantStatus, ...] = ()  # empty without a tenants file
     is_partial: bool = False  # of the caller's tenant alone, without workers
+    controller_silence: str = ""  # why the router hears nothing from the controller; empty: it does

@@ -259,6 +259,7 @@ def status_from(response: inference_pb2.GetClusterStatusResponse) -> ClusterStat
             for each in response.tenants
         ),
         is_partial=response.is_partial,
+        controller_silence=response.controller_silence,
     )
 
 
@@ -477,6 +478,7 @@ def worker_status_from(status: inference_pb2.WorkerStatus) -> WorkerStatus:
         pool=common_pb2.Pool.Name(status.pool).removeprefix("POOL_").lower(),
         state=inference_pb2.WorkerState.Name(status.state).removeprefix("WORKER_STATE_").lower(),
         misfit=status.misfit,
+        silence=status.silence,
         heartbeat_age_ms=status.heartbeat_age_ms,
         steps=heartbeat.steps,
         running=heartbeat.running,

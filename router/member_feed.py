@@ -63,9 +63,14 @@ class MemberFeed:
         self._connect_controller = connect_controller
         self._take = take
         self._incarnation = UNKNOWN_INCARNATION
-        self._reason = "no answer yet"  # or why the last attempt failed
+        self._reason = "no answer yet"  # or why the last attempt failed; empty: it answers
         self._logged_reason = ""  # of the present loss; empty: none is logged
         self._followed = asyncio.Event()  # set once the controller has sent the members
+
+    @property
+    def silence(self) -> str:
+        """Why nothing is heard from the controller; empty: it is heard."""
+        return self._reason
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -133,6 +138,7 @@ class MemberFeed:
                     )
                 await self._take(wire.members(message))
                 self._followed.set()
+                self._reason = ""
                 applied = message.version
                 await self._tell(call, applied)
         finally:

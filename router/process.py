@@ -80,6 +80,7 @@ class RouterProcess:
             connect_channel=partial(connect_worker, credentials, links),
             random_id=random_ids(),
             describe_tls=lambda: (self._front.encryption(), links.door.encryption()),
+            controller_silence=lambda: self._feed.silence,
             tenants=self._tenants,
         )
         self._server = make_server(config, self._tenants, shares_port=settings.shares_port)

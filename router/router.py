@@ -51,6 +51,7 @@ class Router:
         make_checker: Makes the checker of constraints with the tokenizer of a folder.
         run_blocking: Runs work that grows with a prompt.
         describe_tls: Describes its connections, for the cluster's status.
+        controller_silence: Says why nothing is heard from the controller, for the same.
 
     Raises:
         ModelFolderError: A file of the model folder cannot be used.
@@ -69,6 +70,7 @@ class Router:
         make_checker: Callable[[Path], ConstraintChecker] = ChildChecker,
         run_blocking: RunBlocking = asyncio.to_thread,
         describe_tls: DescribeTls = lambda: (IN_CLEAR, IN_CLEAR),
+        controller_silence: Callable[[], str] = lambda: "",
     ) -> None:
         folder = ModelFolder()
         if model_dir is not None:
@@ -120,6 +122,7 @@ class Router:
             index=self.index,
             slow_client_timeout_s=config.slow_client_timeout_s,
             describe_tls=describe_tls,
+            controller_silence=controller_silence,
         )
         self.health = Health(self.registry)
         self._introductions = Introductions(self.registry)

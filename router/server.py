@@ -52,6 +52,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         index: PrefixIndex,
         slow_client_timeout_s: float,
         describe_tls: DescribeTls,
+        controller_silence: Callable[[], str],
     ) -> None:
         self._reception = reception
         self._admission = reception.admission
@@ -61,6 +62,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._index = index
         self._slow_client_timeout_s = slow_client_timeout_s
         self._describe_tls = describe_tls
+        self._controller_silence = controller_silence
         self._idle_streams = IdleStreams()
 
     async def Generate(
@@ -182,6 +184,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             front_tls=wire.encryption(front),
             cluster_tls=wire.encryption(cluster),
             tenants=[wire.tenant_status(each) for each in self._tenants.told],
+            controller_silence=self._controller_silence(),
         )
 
     def _hot_prefixes(self, tenant: str | None) -> list[inference_pb2.HotPrefix]:

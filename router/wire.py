@@ -461,6 +461,7 @@ def worker_status(known: KnownWorker) -> inference_pb2.WorkerStatus:
         pool=f"POOL_{known.member.pool.upper()}",
         state=f"WORKER_STATE_{known.state}",
         misfit=known.misfit,
+        silence=known.silence,
     )
     if known.heartbeat:
         status.heartbeat.ParseFromString(known.heartbeat.message)

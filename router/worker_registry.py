@@ -44,6 +44,8 @@ from router.worker_report import KnownWorker, WorkerHeartbeat, WorkerInfo
 logger = logging.getLogger(__name__)
 
 STALE_HEARTBEAT_S = 1.5  # three of them by default; older ones refuse no request
+LATE_HEARTBEAT_S = 3.0  # after which the status tells that none comes
+LATE_GAPS = 1.5  # the same, in times between heartbeats where these are rarer
 
 
 class Worker:
@@ -57,6 +59,8 @@ class Worker:
         self.misfit = ""  # why it can never serve beside the other workers
         self.heartbeat: WorkerHeartbeat | None = None
         self.heartbeat_at = 0.0  # loop time
+        self.lost_because = ""  # while it is neither READY nor DRAINING
+        self._heartbeat_gap_s = 0.0  # between the last two
         self.max_sequences = 0  # places in its batch; 0: unknown, or a prefill worker
         self.receive_s_per_token = 0.0  # of pages, over the transport that it prefers
         self.num_requests = 0  # that this router has there now
@@ -81,6 +85,8 @@ class Worker:
 
         Own load is counted when it changes: a heartbeat still includes requests that ended since.
         """
+        if self.heartbeat:
+            self._heartbeat_gap_s = now - self.heartbeat_at
         self.heartbeat, self.heartbeat_at = beat, now
         self._foreign_requests = max(0, beat.num_running + beat.num_waiting - self.num_requests)
         self._foreign_tokens = max(0, beat.queued_tokens - self.queued_tokens)
@@ -89,6 +95,14 @@ class Worker:
             num_computed=beat.num_computed_tokens, num_queued=beat.queued_tokens, now=now
         )
         self._note_served(beat)
+
+    def silence(self, now: float) -> str:
+        """Say why nothing is heard from it; empty: it is heard, or was not connected yet."""
+        if self.state not in ("READY", "DRAINING"):
+            return self.lost_because
+        age_s = now - self.heartbeat_at
+        is_late = age_s > max(LATE_HEARTBEAT_S, LATE_GAPS * self._heartbeat_gap_s)
+        return f"no heartbeat for {age_s:.1f} s" if is_late else ""
 
     def load(self, now: float) -> WorkerLoad:
         """Return the current load."""
@@ -244,6 +258,7 @@ class WorkerRegistry:
                 member=worker.member,
                 state=worker.state,
                 misfit=worker.misfit,
+                silence=worker.silence(now),
                 heartbeat=worker.heartbeat,
                 heartbeat_age_s=now - worker.heartbeat_at,
             )
@@ -271,7 +286,7 @@ class WorkerRegistry:
 
     def _depart(self, worker: Worker) -> None:
         del self._workers[worker.member.worker_id]
-        self._lose(worker, "left the membership")
+        self._lose(worker, worker.lost_because or "left the membership")
         if self.model and worker.member.worker_id not in self._announced:  # it does not restart
             self._set_model(self.model)
         left_at = asyncio.get_running_loop().time()
@@ -298,7 +313,7 @@ class WorkerRegistry:
 
     def _lose(self, worker: Worker, reason: str) -> None:
         was_used = worker.state in ("READY", "DRAINING")
-        worker.state = "DEAD"
+        worker.state, worker.lost_because = "DEAD", reason
         if self._workers.get(worker.member.worker_id, worker) is worker:
             self._index.remove_worker(worker.member.worker_id)
         if was_used:
@@ -437,7 +452,7 @@ class WorkerRegistry:
             is_draining = beat.is_draining or worker.member.is_draining
             state = "DRAINING" if is_draining else "READY"
             if worker.state != state:
-                worker.state = state
+                worker.state, worker.lost_because = state, ""
                 self._notify()
 
     async def _next_heartbeat(self, worker: Worker, call: Any) -> Any:

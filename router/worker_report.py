@@ -42,5 +42,6 @@ class KnownWorker:
     member: WorkerMember
     state: str  # a name of WorkerState in protos/inference.proto
     misfit: str  # why it can never serve beside the other workers; empty: it can
+    silence: str  # why nothing is heard from it; empty: it is heard, or was not connected yet
     heartbeat: WorkerHeartbeat | None  # the last; None: none has come
     heartbeat_age_s: float

@@ -293,7 +293,7 @@ class GetClusterStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterStatusResponse(_message.Message):
-    __slots__ = ("workers", "active_requests", "finished_requests", "resumed_requests", "index_pages", "is_stopping", "hot_prefixes", "front_tls", "cluster_tls", "tenants", "is_partial")
+    __slots__ = ("workers", "active_requests", "finished_requests", "resumed_requests", "index_pages", "is_stopping", "hot_prefixes", "front_tls", "cluster_tls", "tenants", "is_partial", "controller_silence")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +305,7 @@ class GetClusterStatusResponse(_message.Message):
     CLUSTER_TLS_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     IS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    CONTROLLER_SILENCE_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     active_requests: int
     finished_requests: int
@@ -316,7 +317,8 @@ class GetClusterStatusResponse(_message.Message):
     cluster_tls: Encryption
     tenants: _containers.RepeatedCompositeFieldContainer[TenantStatus]
     is_partial: bool
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., active_requests: _Optional[int] = ..., finished_requests: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., index_pages: _Optional[int] = ..., is_stopping: _Optional[bool] = ..., hot_prefixes: _Optional[_Iterable[_Union[HotPrefix, _Mapping]]] = ..., front_tls: _Optional[_Union[Encryption, _Mapping]] = ..., cluster_tls: _Optional[_Union[Encryption, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., is_partial: _Optional[bool] = ...) -> None: ...
+    controller_silence: str
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., active_requests: _Optional[int] = ..., finished_requests: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., index_pages: _Optional[int] = ..., is_stopping: _Optional[bool] = ..., hot_prefixes: _Optional[_Iterable[_Union[HotPrefix, _Mapping]]] = ..., front_tls: _Optional[_Union[Encryption, _Mapping]] = ..., cluster_tls: _Optional[_Union[Encryption, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., is_partial: _Optional[bool] = ..., controller_silence: _Optional[str] = ...) -> None: ...
 
 class Encryption(_message.Message):
     __slots__ = ("encrypted", "expires_at_s")
@@ -355,20 +357,22 @@ class HotPrefix(_message.Message):
     def __init__(self, id: _Optional[bytes] = ..., tokens: _Optional[int] = ..., hits: _Optional[int] = ..., workers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker", "pool", "state", "heartbeat", "heartbeat_age_ms", "misfit")
+    __slots__ = ("worker", "pool", "state", "heartbeat", "heartbeat_age_ms", "misfit", "silence")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     MISFIT_FIELD_NUMBER: _ClassVar[int]
+    SILENCE_FIELD_NUMBER: _ClassVar[int]
     worker: _common_pb2.WorkerRef
     pool: _common_pb2.Pool
     state: WorkerState
     heartbeat: Heartbeat
     heartbeat_age_ms: int
     misfit: str
-    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., pool: _Optional[_Union[_common_pb2.Pool, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., heartbeat_age_ms: _Optional[int] = ..., misfit: _Optional[str] = ...) -> None: ...
+    silence: str
+    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., pool: _Optional[_Union[_common_pb2.Pool, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., heartbeat_age_ms: _Optional[int] = ..., misfit: _Optional[str] = ..., silence: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("worker", "pool", "steps", "running", "waiting", "queued_tokens", "pages", "totals", "draining")

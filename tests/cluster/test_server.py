@@ -350,9 +350,14 @@ def test_a_controller_that_falls_silent_is_left(monkeypatch: pytest.MonkeyPatch)
             listener = Listener("router-0", address)
             await listener.wait_told(("decode-0", 1, False))
             num_told = len(listener.told)
-            await asyncio.sleep(0.6)  # it repeats itself only once in a second
-            await asyncio.sleep(0.6)
+            assert listener.feed.silence == ""
+            listener.address = ""
+            await asyncio.sleep(0.4)  # it repeats itself only once in a second
+            assert listener.feed.silence == "nobody knows"
+            listener.address = address
+            await asyncio.sleep(0.2)
             assert len(listener.told) > num_told, "it asked again, and was told all"
+            assert listener.feed.silence == ""
             await listener.stop()
 
     asyncio.run(main())

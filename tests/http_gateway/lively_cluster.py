@@ -142,4 +142,5 @@ def _status(
         state=state,
         heartbeat=beat,
         heartbeat_age_ms=age_ms,
+        silence="UNAVAILABLE: ipv4:secret-host:1",
     )

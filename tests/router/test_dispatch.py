@@ -225,6 +225,30 @@ def test_a_worker_that_stays_silent_is_dead_and_the_stream_goes_on() -> None:
     run_virtual(main())
 
 
+def test_the_status_tells_why_nothing_is_heard_from_a_worker_until_it_is_heard_again() -> None:
+    async def main() -> None:
+        worker = ScriptedWorker("decode-0")
+        async with running_router(worker, dead_after_s=8.0) as tested:
+
+            def told() -> tuple[str, str]:
+                [status] = tested.router.cluster_status().workers
+                return status.state, status.silence
+
+            assert told() == ("ready", "")
+            worker.is_silent = True
+            await asyncio.sleep(5.0)
+            state, silence = told()
+            assert state == "ready"
+            assert silence.startswith("no heartbeat for ")
+            await asyncio.sleep(5.0)
+            assert told() == ("connecting", "silent for 8.0 s"), "it is tried again"
+            worker.is_silent = False
+            await asyncio.sleep(2.0)
+            assert told() == ("ready", "")
+
+    run_virtual(main())
+
+
 def test_a_worker_that_answers_no_ping_is_dead_long_before_its_silence_says_so() -> None:
     async def main() -> None:
         workers = [ScriptedWorker(f"decode-{i}", token_s=0.3) for i in range(2)]

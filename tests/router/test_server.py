@@ -468,6 +468,8 @@ def test_models_status_and_health_follow_the_workers() -> None:
         status = await tested.stub.GetClusterStatus(inference_pb2.GetClusterStatusRequest())
         by_id = {each.worker.worker_id: each for each in status.workers}
         assert by_id["decode-0"].state == inference_pb2.WORKER_STATE_DEAD, "shown for a minute"
+        assert by_id["decode-0"].silence.startswith("UNAVAILABLE: ")
+        assert by_id["prefill-0"].silence == ""
         await asyncio.sleep(61)
         status = await tested.stub.GetClusterStatus(inference_pb2.GetClusterStatusRequest())
         assert [each.worker.worker_id for each in status.workers] == ["prefill-0"]

@@ -3,7 +3,7 @@ import pytest
 from router.expected_wait import PRIOR_HOLDING_S, DecodeQueue
 from router.membership import WorkerMember
 from router.placement import Placement
-from router.worker_registry import STALE_HEARTBEAT_S, Worker
+from router.worker_registry import LATE_HEARTBEAT_S, STALE_HEARTBEAT_S, Worker
 from router.worker_report import WorkerHeartbeat
 
 
@@ -38,6 +38,20 @@ def place(worker, *, prompt_len=40, num_pages=10, num_sequences=1):
 def worker():
     member = WorkerMember(worker_id="decode-0", incarnation=1, address="d:1", pool="decode")
     return Worker(member, channel=None)
+
+
+@pytest.mark.parametrize(("gap_s", "late_s"), [(0.5, LATE_HEARTBEAT_S), (4.0, 6.0)])
+def test_a_worker_whose_heartbeats_stay_away_is_told_as_silent(gap_s, late_s):
+    decode = worker()
+    decode.state, decode.lost_because = "CONNECTING", "connection refused"
+    assert decode.silence(0.0) == "connection refused"
+
+    decode.state = "READY"
+    for number in range(3):
+        decode.take_heartbeat(heartbeat(), now=number * gap_s)
+
+    assert decode.silence(2 * gap_s + late_s) == ""
+    assert decode.silence(2 * gap_s + late_s + 0.2) == f"no heartbeat for {late_s + 0.2:.1f} s"
 
 
 def test_own_requests_that_ended_since_the_heartbeat_are_no_load():
