@@ -1,19 +1,20 @@
 """Finds the router for a client command, in the same way for all of these commands."""
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cluster.certificates import own_client
-from cluster.config import ClusterConfig
 from cluster.config_file import load_config
 from cluster.errors import ConfigError, StartError, Stopping
 from cluster.local_head import find_head
 from cluster.served import ServedCluster, served_clusters
-from pagewire import Client, ClusterStatus, ConnectionFailedError, Tls
+from credentials.config import TlsSettings
+from pagewire import Client, ClusterStatus, ConnectionFailedError, Tls, errors
 from pagewire.cli.client_commands import (
     ANSWER_TIMEOUT_S,
     DEFAULT_ADDRESS,
@@ -25,8 +26,12 @@ from pagewire.cli.client_commands import (
     tell_router_lost,
     tls_of,
 )
+from pagewire.cli.controller_view import ControllerView, RouterSilent
 from pagewire.cli.early_interrupts import interrupts_end_at_once
 from pagewire.cli.token import TokenFileFlag, token_of
+
+if TYPE_CHECKING:
+    from cluster.controller import ClusterFacts  # imports Ray
 
 AddressFlag = Annotated[
     str | None,
@@ -48,23 +53,32 @@ class FoundRouter:
 
     address: str
     token: str = field(default="", repr=False)  # accepted by its cluster
-    is_stopping: bool = False  # its cluster, if the controller answers
-    config: ClusterConfig | None = None  # of its cluster; None: the controller does not answer
     tls: Tls | None = None  # of a cluster of `pagewire serve`
+    tls_settings: TlsSettings | None = None  # of a cluster on a Ray; None: not known
+    view: ControllerView | None = None  # of the latter's controller; None: it does not answer
+    controller_silence: str = ""  # why it does not
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether its cluster is being stopped, if the controller answers."""
+        return self.view is not None and self.view.is_stopping
 
 
-def find_router(address: str | None, ray_address: str) -> FoundRouter:
+def find_router(address: str | None, ray_address: str, timeout_s: float) -> FoundRouter:
     """Return the named router, or that of the cluster on a Ray, or that of this host's cluster.
 
     Args:
         address: The value of --address; takes precedence.
         ray_address: The value of --ray-address; empty: the Ray of `pagewire up`, if one runs.
+        timeout_s: The longest wait for a router in Ray. The controller's is at most 5 s of it.
 
     Raises:
         ConfigError: That is no address of a Ray, or several clusters run here, and neither argument
             chooses one.
         NotRunning: No cluster runs on that Ray.
-        StartError: The Ray does not answer, or the cluster has no router yet.
+        Stopping: The router does not answer because its cluster stops.
+        RouterSilent: The router does not answer, but the controller does.
+        StartError: The Ray does not answer, or neither router nor controller does.
     """
     load_config(None, {"ray_address": ray_address})  # checks it
     if address:
@@ -76,16 +90,53 @@ def find_router(address: str | None, ray_address: str) -> FoundRouter:
         from cluster.environment import prepare_ray
 
         prepare_ray(is_local=not ray_address)
-        from cluster.attach import ask, attached, router_address, router_token  # imports Ray
+        from cluster.attach import attached  # imports Ray
 
     with attached(ray_address) as controller:
-        found = FoundRouter(address=router_address(), token=router_token())
+        found = _ask_cluster(controller, timeout_s)
         if served:
             raise _several([f"{found.address} (of `pagewire up`)", *map(_name, served)])
-        with suppress(StartError):  # a router serves even while the controller does not answer
-            facts = ask(controller.facts.remote(), ANSWER_TIMEOUT_S)
-            found = replace(found, is_stopping=facts.is_stopping, config=facts.config)
         return found
+
+
+def _ask_cluster(controller: Any, timeout_s: float) -> FoundRouter:
+    """Ask controller and router at the same time, so that neither delays the other."""
+    from cluster.attach import look, router_calls
+
+    began_at = time.monotonic()
+    facts_call, calls = controller.facts.remote(), router_calls()
+    facts, controller_silence = look(facts_call, began_at, min(timeout_s, ANSWER_TIMEOUT_S))
+    view = _view_of(facts) if facts else None
+    reason = "" if calls else "there is none; `pagewire up` again places it"
+    answers: dict[str, Any] = {}
+    for method, call in calls.items():
+        if not reason:
+            answers[method], reason = look(call, began_at, timeout_s)
+    if reason and view:
+        raise Stopping if view.is_stopping else RouterSilent(reason, view)
+    if reason:
+        raise StartError(
+            f"the cluster does not answer: its router: {reason}; its controller: "
+            f"{controller_silence}; if they have ended, Ray starts them again by itself: try again "
+            "in some seconds"
+        )
+    return FoundRouter(
+        address=answers["wait_ready"],
+        token=answers["cluster_token"],
+        tls_settings=answers.get("tls_settings") or (facts and facts.config.tls_settings),
+        view=view,
+        controller_silence=controller_silence,
+    )
+
+
+def _view_of(facts: "ClusterFacts") -> ControllerView:
+    workers = facts.workers
+    states = {
+        **dict.fromkeys(workers.leaving, "leaving"),
+        **dict.fromkeys(workers.staying, "silent"),
+        **dict.fromkeys(workers.answering, "alive"),
+    }
+    return ControllerView(workers=states, is_stopping=facts.is_stopping)
 
 
 def _only_one(served: Sequence[ServedCluster]) -> FoundRouter:
@@ -111,6 +162,7 @@ def _several(names: Sequence[str]) -> ConfigError:
 
 @contextmanager
 def found_router(
+    timeout_s: float,
     address: AddressFlag = None,
     ray_address: RayAddressFlag = "",
     tls: TlsFlag = False,
@@ -120,26 +172,24 @@ def found_router(
     server_name: ServerNameFlag = "",
     token_file: TokenFileFlag = None,
 ) -> Iterator[Client]:
-    """Find a router and open a client of it, for short calls.
+    """Find a router and open a client of it.
 
     Without a given token, calls use the token of the cluster that was found.
 
     Raises:
-        NotRunning: As find_router does.
-        StartError: As find_router does.
-        ConfigError: The cluster's certificate cannot be read here, or as find_router does.
-        Stopping: The router does not answer because its cluster stops.
+        ClusterError: As find_router does; or ConfigError: the cluster's certificate cannot be read
+            here; or Stopping: the router does not answer because its cluster stops.
+        RouterSilent: As find_router does; `status` of the client, too.
     """
     token = token_of(token_file)
-    found = find_router(address, ray_address)
-    kind = _EndingClient if found.is_stopping else Client
+    found = find_router(address, ray_address, timeout_s)
     files = tls_of(tls, authority_file, certificate_file, key_file, server_name)
     if files is None:
         files = _own_files(found)
-    with kind(
-        found.address,
+    with _FoundClient(
+        found,
         token=token or found.token,
-        default_timeout_s=ANSWER_TIMEOUT_S,
+        default_timeout_s=timeout_s,
         on_router_lost=tell_router_lost,
         tls=files,
     ) as client:
@@ -152,10 +202,10 @@ def found_router(
 
 
 def _own_files(found: FoundRouter) -> Tls | None:
-    if found.config is None:
+    if found.tls_settings is None:
         return found.tls
     try:
-        return own_client(found.config.tls_settings)
+        return own_client(found.tls_settings)
     except ConfigError as error:  # a router keeps what it has read before
         raise ConfigError(
             f"{error}; the router at {found.address} may serve nevertheless, with the files as "
@@ -163,8 +213,23 @@ def _own_files(found: FoundRouter) -> Tls | None:
         ) from error
 
 
-class _EndingClient(Client):
-    """Shows that a cluster stops, which its router learns after the controller, or never."""
+class _FoundClient(Client):
+    """Knows of a cluster what its router may not know, or learns later."""
+
+    def __init__(self, found: FoundRouter, **options: Any) -> None:
+        super().__init__(found.address, **options)
+        self._found = found
 
     def status(self, *, timeout_s: float | None = None) -> ClusterStatus:
-        return replace(super().status(timeout_s=timeout_s), is_stopping=True)
+        found = self._found
+        try:
+            status = super().status(timeout_s=timeout_s)
+        except (ConnectionFailedError, errors.TimeoutError) as error:
+            if found.view is None or found.is_stopping:
+                raise
+            raise RouterSilent(str(error), found.view) from error
+        return replace(
+            status,
+            is_stopping=status.is_stopping or found.is_stopping,
+            controller_silence=status.controller_silence or found.controller_silence,
+        )

@@ -115,6 +115,36 @@ def router_token() -> str:
     return ""
 
 
+def router_calls() -> dict[str, Any]:
+    """Ask the cluster's router how to call it.
+
+    Returns:
+        The name of its method |-> the call; none: the cluster has no router.
+    """
+    try:
+        router = ray.get_actor(ROUTER_NAME)
+    except ValueError:
+        return {}
+    methods = ("wait_ready", "cluster_token", "tls_settings")  # older code lacks the last one
+    return {each: getattr(router, each).remote() for each in methods if hasattr(router, each)}
+
+
+def look(call: Any, began_at: float, limit_s: float) -> tuple[Any, str]:
+    """Return the answer to a call that changes nothing, or else None and why there is none.
+
+    Args:
+        call: To an actor.
+        began_at: When the wait for it began, by the monotonic clock.
+        limit_s: The longest wait.
+    """
+    try:
+        return ray.get(call, timeout=max(began_at + limit_s - time.monotonic(), 0.0)), ""
+    except ray.exceptions.GetTimeoutError:
+        return None, f"no answer within {limit_s:g} s"
+    except ray.exceptions.RayError as error:
+        return None, last_line(error)
+
+
 def named_actors() -> dict[str, Any]:
     """Return the handles of all processes of the cluster on the attached Ray, by name."""
     names: list[str] = ray.util.list_named_actors()

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from credentials.config import TlsSettings
 from observability.logs import configure_logging, fields
 from observability.serving_process import stop_in_time
 from options.kept_by_name import kept_by_name
@@ -37,7 +38,7 @@ class RouterActor:
     """One router; `__init__` returns when it serves. It never touches CUDA."""
 
     async def __init__(self, start: RouterStart) -> None:  # type: ignore[misc] # Ray awaits it
-        settings = start.settings
+        self._settings = settings = start.settings
         configure_logging(settings.log_level, settings.log_format)
         self._controller_name = start.controller_name
         self._ending: asyncio.Task[None] | None = None
@@ -60,6 +61,10 @@ class RouterActor:
     async def cluster_token(self) -> str:
         """Return the token for callers that may use this Ray; empty: none is needed."""
         return self._process.cluster_token
+
+    async def tls_settings(self) -> TlsSettings:
+        """Return how clients connect, as paths of files."""
+        return self._settings.tls
 
     async def misfits(self) -> dict[str, str]:
         """Return the misfits among the workers, which get no requests: name |-> reason."""
@@ -96,5 +101,7 @@ class RouterActor:
         try:
             call: Any = ray.get_actor(self._controller_name).address.remote()
             return str(await asyncio.wait_for(call, FIND_TIMEOUT_S))
-        except (ray.exceptions.RayError, TimeoutError, ValueError) as error:
-            raise ControllerGone(f"the controller does not answer: {error}") from error
+        except TimeoutError as error:
+            raise ControllerGone(f"no address from it within {FIND_TIMEOUT_S:g} s") from error
+        except (ray.exceptions.RayError, ValueError) as error:
+            raise ControllerGone(f"no address from it: {error}") from error

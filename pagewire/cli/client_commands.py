@@ -14,12 +14,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import chain, islice
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pagewire import (
     Client,
+    ClusterStatus,
     Completion,
     Message,
     PagewireError,
@@ -30,20 +31,27 @@ from pagewire import (
     Usage,
 )
 from pagewire.arguments import check_sampling, check_timeout_s, refused
+from pagewire.cli.controller_view import RouterSilent
 from pagewire.cli.early_interrupts import interrupts_end_at_once
 from pagewire.cli.strict_command import StrictCommand, told_by_flags
 from pagewire.cli.token import TokenFileFlag, token_of
 from pagewire.cli.units import invalid_byte
 
+if TYPE_CHECKING:
+    from rich.console import Console  # slow
+
 DEFAULT_ADDRESS = "localhost:50051"
 ANSWER_TIMEOUT_S = 5.0
+START_TIMEOUT_S = 30.0  # for a router that may be starting again
 STATUS_PERIOD_S = 0.5
 ONCE_S = 1.0  # between the two looks of a single table
 WIDE_COLUMNS = 165  # width of the wide table of workers
 LONG_WAIT_S = 2.0  # for a first token; only longer waits are shown
 INTERRUPTED = 128 + signal.SIGINT  # exit code, by the convention of shells
+INCOMPLETE = 3  # exit code: shown, but not everything has answered
 
-Connect = Callable[[], AbstractContextManager[Client]]
+# Given the longest time to find the router, and for a call without a time of its own, in seconds.
+Connect = Callable[[float], AbstractContextManager[Client]]
 
 AddressFlag = Annotated[str, typer.Option("--address", help="Address of the router, host:port.")]
 TlsFlag = Annotated[
@@ -104,7 +112,8 @@ def add_client_commands(
 
     Args:
         app: The command line.
-        find: Opens a client of the router; its parameters become flags of each command.
+        find: Opens a client of the router, given the longest time for that and its calls, in
+            seconds. Its other parameters become flags of each command.
     """
     for each in (generate, chat, status, top):
         app.command(each.__name__, cls=StrictCommand)(_with_flags_of(find, each))
@@ -112,6 +121,7 @@ def add_client_commands(
 
 @contextmanager
 def named_router(
+    timeout_s: float,
     address: AddressFlag = DEFAULT_ADDRESS,
     tls: TlsFlag = False,
     authority_file: AuthorityFlag = "",
@@ -120,13 +130,13 @@ def named_router(
     server_name: ServerNameFlag = "",
     token_file: TokenFileFlag = None,
 ) -> Iterator[Client]:
-    """Open a client of the router at an address, for short calls."""
+    """Open a client of the router at an address."""
     files = tls_of(tls, authority_file, certificate_file, key_file, server_name)
     token = token_of(token_file)
     with Client(
         address,
         token=token,
-        default_timeout_s=ANSWER_TIMEOUT_S,
+        default_timeout_s=timeout_s,
         on_router_lost=tell_router_lost,
         tls=files,
     ) as client:
@@ -195,7 +205,7 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
     )
-    with connect() as client:
+    with connect(START_TIMEOUT_S) as client:
         if as_json:
             from rich.console import Console  # slow, and not needed for text
 
@@ -251,10 +261,10 @@ def chat(
     check_timeout_s("timeout_s", timeout_s)
     messages = [Message(role="system", content=system)] if system else []
     try:
-        with connect() as client:
+        with connect(START_TIMEOUT_S) as client:
             # Before the first question: is there a router with this model and a chat template?
             probe = [*messages, Message(role="user", content="?")]
-            client.tokenize_chat(probe, model=model)
+            client.tokenize_chat(probe, model=model, timeout_s=ANSWER_TIMEOUT_S)
             for question in _questions():
                 messages.append(Message(role="user", content=question))
                 try:
@@ -283,46 +293,27 @@ def status(
     """Show workers, pages, hit rates and totals.
 
     With rates. On a terminal, show them live until Ctrl-C, also while the router does not answer.
-    Otherwise print one table with the rates of one second.
+    Otherwise print one table with the rates of one second. Lines below it tell what does not answer
+    and why; the exit code is then 3. If no router answers, show what the controller knows.
     """
     with interrupts_end_at_once():
-        from rich.console import Console, Group, RenderableType
-        from rich.live import Live
-        from rich.text import Text
+        from rich.console import Console
 
-        from pagewire.cli.rates import Answer, RateWindow, look_twice
-        from pagewire.cli.status import router_silence, status_json, status_table
+        from pagewire.cli.status import view_json, view_table
 
-    with connect() as client:
+    out = Console()
+    try:
+        with connect(ANSWER_TIMEOUT_S) as client:
+            if once or as_json or not out.is_terminal:
+                _show_once(client, out, is_wide=wide, as_json=as_json)
+            else:
+                _show_live(client, out, is_wide=wide)
+    except RouterSilent as silent:
         if as_json:
-            sys.stdout.write(status_json(client.status()) + "\n")
-            return
-        out = Console()
-        if once or not out.is_terminal:
-            if wide and out.width < WIDE_COLUMNS:  # whole lines, even in a pipe
-                out = Console(width=WIDE_COLUMNS)
-            out.print(status_table(*look_twice(client, ONCE_S), is_wide=wide))
-            return
-        stopped = _stop_event()
-        window = RateWindow()
-
-        def ask() -> RenderableType:
-            found = client.status()
-            rates = window.add(Answer(time.monotonic(), found))
-            return status_table(found, rates, is_wide=wide)
-
-        table = ask()
-        with Live(table, console=out, auto_refresh=False) as live:
-            answered_at = time.monotonic()
-            while not stopped.wait(STATUS_PERIOD_S):
-                try:
-                    table = ask()
-                except TransportError:  # a dead router is back in seconds
-                    silence = router_silence(time.monotonic() - answered_at)
-                    live.update(Group(table, Text(silence)), refresh=True)
-                else:
-                    answered_at = time.monotonic()
-                    live.update(table, refresh=True)
+            sys.stdout.write(view_json(silent) + "\n")
+        else:
+            out.print(view_table(silent))
+        raise typer.Exit(INCOMPLETE) from None
 
 
 def top(
@@ -337,24 +328,77 @@ def top(
     """Watch rates and loads on the whole terminal.
 
     q or Ctrl-C ends it. It requests only the cluster's status. If the output is not a terminal, it
-    acts as with --once.
+    acts as with --once, whose exit code is 3 if not everything answers.
     """
     if not 0.1 <= interval_s <= 3600:  # also catches NaN
         raise refused("interval_s", f"{interval_s:g}", "0.1 to 3600 seconds")
     with interrupts_end_at_once():
         from pagewire.cli.top import print_once, watch
-    with connect() as client:
+    with connect(ANSWER_TIMEOUT_S) as client:
         if once or not sys.stdout.isatty():
-            print_once(client, interval_s)
+            _end_if_incomplete(print_once(client, interval_s))
         else:
             watch(client, interval_s)
+
+
+def _show_once(client: Client, out: "Console", *, is_wide: bool, as_json: bool) -> None:
+    from pagewire.cli.rates import look_twice
+    from pagewire.cli.status import status_json, status_table
+
+    if as_json:
+        found = client.status()
+        sys.stdout.write(status_json(found) + "\n")
+    else:
+        if is_wide and out.width < WIDE_COLUMNS:  # whole lines, even in a pipe
+            out.width = WIDE_COLUMNS
+        found, rates = look_twice(client, ONCE_S)
+        out.print(status_table(found, rates, is_wide=is_wide))
+    _end_if_incomplete(found)
+
+
+def _show_live(client: Client, out: "Console", *, is_wide: bool) -> None:
+    from rich.console import Group, RenderableType
+    from rich.live import Live
+    from rich.text import Text
+
+    from pagewire.cli.rates import Answer, RateWindow
+    from pagewire.cli.status import router_silence, status_table
+
+    stopped = _stop_event()
+    window = RateWindow()
+
+    def ask() -> RenderableType:
+        found = client.status()
+        rates = window.add(Answer(time.monotonic(), found))
+        return status_table(found, rates, is_wide=is_wide)
+
+    table = ask()
+    with Live(table, console=out, auto_refresh=False) as live:
+        answered_at = time.monotonic()
+        while not stopped.wait(STATUS_PERIOD_S):
+            try:
+                table = ask()
+            except TransportError:  # a dead router is back in seconds
+                silence = router_silence(time.monotonic() - answered_at)
+                live.update(Group(table, Text(silence)), refresh=True)
+            else:
+                answered_at = time.monotonic()
+                live.update(table, refresh=True)
+
+
+def _end_if_incomplete(found: ClusterStatus) -> None:
+    """Tell a script that not everything in a status has answered."""
+    from pagewire.cli.status import silences
+
+    if silences(found):
+        raise typer.Exit(INCOMPLETE)
 
 
 def _with_flags_of(
     find: Callable[..., AbstractContextManager[Client]], command: Callable[..., None]
 ) -> Callable[..., None]:
     """Return a function for typer with the parameters of `find` in place of `connect`."""
-    own = inspect.signature(find).parameters.values()
+    _, *own = inspect.signature(find).parameters.values()  # without the time
     parameters: list[inspect.Parameter] = []
     for each in inspect.signature(command).parameters.values():
         parameters.extend(own if each.name == "connect" else [each])

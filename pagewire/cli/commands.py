@@ -19,6 +19,7 @@ Exit codes:
   0    success; of serve: stopped after it was ready
   1    failure, explained on standard error
   2    wrong command line, configuration or request
+  3    of status and top --once: not everything answers; the output says what does not, and why
   129  ended early by SIGHUP
   130  ended early by SIGINT, as Ctrl-C sends
   143  ended early by SIGTERM

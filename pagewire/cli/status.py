@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,11 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from pagewire import ClusterStatus, Encryption, TenantStatus, WorkerStatus
+from pagewire.cli.controller_view import RouterSilent
 from pagewire.cli.rates import Rates
 from pagewire.cli.units import format_bytes, format_count, format_rate
 from pagewire.protos.pem import utc
 
+# Of workers in a router's view, and then in a controller's.
 STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "yellow", "dead": "red"}
+STATE_STYLES |= {"alive": "green", "leaving": "yellow", "silent": "red"}
 SOON_S = 7 * 86_400  # a certificate that expires within this time should have been renewed
 STOPPING = "the cluster is being stopped; run `pagewire down` again"
 
@@ -31,12 +34,8 @@ def status_table(
     Args:
         rates: Recent growth of the totals in the table, if known.
     """
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     columns = _WIDE if is_wide else _NARROW
-    for name in columns:
-        # Folded, never cut: in a narrow terminal, rows grow higher.
-        justify: JustifyMethod = "left" if name in _IDENTITY else "right"
-        table.add_column(name, justify=justify, overflow="fold", vertical="bottom")
+    table = _table({name: "left" if name in _IDENTITY else "right" for name in columns})
     for worker in sorted(status.workers, key=lambda each: (each.pool, each.worker_id)):
         shown = columns if worker.is_living else _IDENTITY
         table.add_row(*(cell(worker) if name in shown else "-" for name, cell in columns.items()))
@@ -52,12 +51,30 @@ def status_table(
         parts.append(_connections(status.front_tls, status.cluster_tls))
     if status.tenants:
         parts.append(_tenants_table(status.tenants))
-    for each in status.workers:
-        if each.misfit:
-            parts.append(Text(f"{each.worker_id} gets no requests: {each.misfit}", "red"))
+    parts += [Text(line, "red") for line in silences(status)]
     if status.is_stopping:
         parts.append(Text(STOPPING, "yellow"))
     return Group(*parts)
+
+
+def silences(status: ClusterStatus) -> list[str]:
+    """Say in a line each what a router's view lacks, and why; empty: everything answers.
+
+    An earlier start of a worker that answers is not missed.
+    """
+    lines = []
+    if status.controller_silence:
+        lines.append(f"the controller does not answer: {status.controller_silence}")
+    known = {each.worker_id for each in status.workers if each.is_living and not each.silence}
+    for each in status.workers:
+        if each.misfit:
+            lines.append(f"{each.worker_id} gets no requests: {each.misfit}")
+        elif each.worker_id not in known:
+            is_new = each.state == "connecting"
+            known_of = "its first heartbeat is awaited" if is_new else "no reason is known"
+            lines.append(f"{each.worker_id} does not answer: {each.silence or known_of}")
+        known.add(each.worker_id)
+    return lines
 
 
 def _connections(front: Encryption, cluster: Encryption) -> Text:
@@ -77,10 +94,17 @@ def _connections(front: Encryption, cluster: Encryption) -> Text:
     return told
 
 
-def _tenants_table(tenants: Sequence[TenantStatus]) -> Table:
+def _table(columns: Mapping[str, JustifyMethod]) -> Table:
+    """Return an empty table, given its headers."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for name, justify in _OF_TENANTS.items():
+    for name, justify in columns.items():
+        # Folded, never cut: in a narrow terminal, rows grow higher.
         table.add_column(name, justify=justify, overflow="fold", vertical="bottom")
+    return table
+
+
+def _tenants_table(tenants: Sequence[TenantStatus]) -> Table:
+    table = _table(_OF_TENANTS)
     for each in tenants:
         counts = (
             *(each.active_requests, each.requests, each.refused_requests),
@@ -111,8 +135,31 @@ def rates_line(rates: Rates) -> str:
 
 def status_json(status: ClusterStatus) -> str:
     """Return the same as one JSON object, with null for unknown values."""
-    content = asdict(status)
+    content = asdict(status) | {"router_silence": ""}
     content["workers"] = [_worker_fields(worker) for worker in status.workers]
+    return json.dumps(content, indent=2)
+
+
+def view_table(silent: RouterSilent) -> RenderableType:
+    """Draw a controller's view, as no router answers."""
+    table = _table({"worker": "left", "state": "left"})
+    for name, state in sorted(silent.view.workers.items()):
+        table.add_row(Text(name), Text(state, STATE_STYLES[state]))
+    return Group(table, Text(f"the router does not answer: {silent.reason}", "red"))
+
+
+def view_json(silent: RouterSilent) -> str:
+    """Return the same as the JSON object of a router's view, with null for unknown values."""
+    unknown = dict.fromkeys((*WorkerStatus.__dataclass_fields__, "hit_rate"))
+    content = dict.fromkeys(ClusterStatus.__dataclass_fields__) | {
+        "workers": [
+            unknown | {"worker_id": name, "state": state}
+            for name, state in sorted(silent.view.workers.items())
+        ],
+        "is_stopping": silent.view.is_stopping,
+        "controller_silence": "",
+        "router_silence": silent.reason,
+    }
     return json.dumps(content, indent=2)
 
 
@@ -181,5 +228,6 @@ _OF_TENANTS: dict[str, JustifyMethod] = {
 # Known without a heartbeat: columns, and fields of WorkerStatus.
 _IDENTITY = {"worker", "state", "address", "incarnation"}
 _IDENTITY_FIELDS = {
-    *("worker_id", "incarnation", "address", "pool", "state", "misfit", "heartbeat_age_ms")
+    *("worker_id", "incarnation", "address", "pool", "state", "misfit", "silence"),
+    "heartbeat_age_ms",
 }

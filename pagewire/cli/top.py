@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 from pagewire import Client, ClusterStatus, PagewireError, TransportError, WorkerStatus
 from pagewire.cli.rates import Answer, Rates, RateWindow, WorkerRates, look_twice
-from pagewire.cli.status import STOPPING, router_silence
+from pagewire.cli.status import STOPPING, router_silence, silences
 from pagewire.cli.units import format_bytes, format_count, format_rate
 
 UNKNOWN = "-"
@@ -30,7 +30,7 @@ class _Column:
 def top_lines(
     status: ClusterStatus, rates: Rates | None, *, columns: int, lines: int | None = None
 ) -> list[str]:
-    """Return the cluster's lines, an empty one, and a table with a line for each worker.
+    """Return the cluster's lines, an empty one, a line for each worker, and what does not answer.
 
     Args:
         rates: None: not known yet.
@@ -46,13 +46,15 @@ def top_lines(
     if lines is not None and len(head) + len(table) > lines:
         room = max(lines - len(head) - 2, 0)  # besides headers and the last line
         table = [*table[: room + 1], f"and {len(workers) - room} more workers"]
-    return [line[:columns].rstrip() for line in (*head, *table)]
+    shown = [*head, *table, *silences(status)][:lines]
+    return [line[:columns].rstrip() for line in shown]
 
 
-def print_once(client: Client, interval_s: float) -> None:
-    """Print the rates of one interval; raises PagewireError."""
+def print_once(client: Client, interval_s: float) -> ClusterStatus:
+    """Print the rates of one interval; return the status at its end. Raises PagewireError."""
     status, rates = look_twice(client, interval_s)
     sys.stdout.writelines(f"{line}\n" for line in top_lines(status, rates, columns=LINE_COLUMNS))
+    return status
 
 
 def watch(client: Client, interval_s: float) -> None:

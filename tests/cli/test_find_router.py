@@ -1,6 +1,7 @@
 """Which router the client commands talk with, without being told: of `pagewire up` or `serve`."""
 
 import json
+import socket
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,11 @@ from cluster import attach, environment
 from cluster.config import ClusterConfig
 from cluster.errors import NotRunning
 from cluster.local_head import LocalHead
+from cluster.scaling import ClusterWorkers
 from cluster.served import ServedCluster, published
 from credentials.door import front_door
 from pagewire import Tls
+from pagewire.cli import client_commands
 from tests.cli.test_client_commands import COMMANDS, answer
 from tests.pagewire.scripted_service import serving_in_thread
 from tests.pagewire.test_tokens import tell
@@ -35,6 +38,13 @@ def host(monkeypatch, tmp_path):
         is_stopping=False,
         attached_to=[],
         config=ClusterConfig(),
+        workers=ClusterWorkers(
+            staying=frozenset({"decode-0", "decode-1"}),
+            leaving=frozenset({"prefill-0"}),
+            answering=frozenset({"decode-0"}),
+        ),
+        controller_silence="",
+        router_silence="",
     )
 
     @contextmanager
@@ -42,14 +52,22 @@ def host(monkeypatch, tmp_path):
         host.attached_to.append(ray_address)
         if ray_address == "10.0.0.7:6379":
             raise NotRunning("no cluster runs on the Ray at 10.0.0.7:6379")
-        yield SimpleNamespace(facts=SimpleNamespace(remote=lambda: host))
+        call = (None, host.controller_silence) if host.controller_silence else (host, "")
+        yield SimpleNamespace(facts=SimpleNamespace(remote=lambda: call))
+
+    def router_calls():
+        tls = host.config.tls_settings
+        answers = {"wait_ready": host.router_address, "cluster_token": host.token}
+        calls = {name: (answer, "") for name, answer in (answers | {"tls_settings": tls}).items()}
+        if host.router_silence:
+            calls["wait_ready"] = None, host.router_silence
+        return calls
 
     monkeypatch.setattr(module, "find_head", lambda: host.head)
     monkeypatch.setattr(environment, "prepare_ray", lambda *, is_local: None)
     monkeypatch.setattr(attach, "attached", attached)
-    monkeypatch.setattr(attach, "router_address", lambda: host.router_address)
-    monkeypatch.setattr(attach, "router_token", lambda: host.token)
-    monkeypatch.setattr(attach, "ask", lambda call, timeout_s: call)
+    monkeypatch.setattr(attach, "router_calls", router_calls)
+    monkeypatch.setattr(attach, "look", lambda call, began_at, limit_s: call)
     return host
 
 
@@ -107,10 +125,100 @@ def test_status_tells_of_a_cluster_that_is_being_stopped_though_the_router_serve
     assert fields["is_stopping"]
 
 
+@pytest.fixture(params=["actor", "address", "half-open"])
+def silent_router(host, request, monkeypatch):
+    """How the router of the host's cluster is silent: a part of what is told."""
+    if request.param == "actor":
+        host.router_silence = "no answer within 5 s"
+        yield host.router_silence
+    elif request.param == "address":
+        host.router_address = "127.0.0.1:1"
+        yield "no connection to 127.0.0.1:1: Connection refused"
+    else:
+        monkeypatch.setattr(client_commands, "ANSWER_TIMEOUT_S", 0.5)
+        with socket.create_server(("127.0.0.1", 0)) as listening:  # accepts, and says nothing
+            host.router_address = f"127.0.0.1:{listening.getsockname()[1]}"
+            yield host.router_address
+
+
+def test_status_without_a_router_shows_what_the_controller_knows(host, silent_router):
+    shown = run_main("status", "--once")
+    fields = json.loads(run_main("status", "--json").stdout)
+
+    assert (shown.returncode, shown.stderr) == (3, "")
+    _, _, *workers = shown.stdout.splitlines()
+    told = "".join(workers[3:])
+    assert [line.split() for line in workers[:3]] == [
+        ["decode-0", "alive"],
+        ["decode-1", "silent"],
+        ["prefill-0", "leaving"],
+    ]
+    assert told.startswith("the router does not answer: ")
+    assert silent_router in told
+    assert silent_router in fields["router_silence"]
+    assert fields["active_requests"] is None
+    assert {each["worker_id"]: each["state"] for each in fields["workers"]} == {
+        "decode-0": "alive",
+        "decode-1": "silent",
+        "prefill-0": "leaving",
+    }
+
+
+def test_other_commands_without_a_router_fail(host):
+    host.router_silence = "no answer within 30 s"
+
+    for command in COMMANDS[:3]:
+        result = run_main(*command, text="hello\n")
+        assert (result.returncode, result.stdout) == (1, "")
+        assert result.stderr.startswith(f"error: the router does not answer: {host.router_silence}")
+
+
+def test_a_silent_controller_is_told_beside_the_routers_view_also_over_tls(host, tmp_path):
+    settings = Authority(tmp_path).settings()
+    host.config = ClusterConfig(tls=settings.inside, front_tls=settings.front)
+    host.controller_silence = "no answer within 5 s"
+    told = f"the controller does not answer: {host.controller_silence}"
+
+    with serving_in_thread(answer, front_door(settings)) as (host.router_address, _):
+        shown = run_main("status", "--once")
+        fields = run_main("status", "--json")
+        top = run_main("top", "--once", "--interval", "0.1")
+        generated = run_main("generate", "x")
+
+    assert (shown.returncode, shown.stdout.splitlines()[-1]) == (3, told)
+    assert "decode-0" in shown.stdout
+    assert fields.returncode == 3
+    assert json.loads(fields.stdout)["controller_silence"] == host.controller_silence
+    assert top.returncode == 3
+    assert told in top.stdout.splitlines()
+    assert generated.returncode == 0
+
+
+def test_status_fails_where_neither_router_nor_controller_answers(host):
+    host.controller_silence, host.router_silence = "it has ended", "no answer within 5 s"
+
+    result = run_main("status", "--once")
+
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith(
+        "error: the cluster does not answer: its router: no answer within 5 s; its controller: it "
+        "has ended; "
+    )
+
+
+def test_a_cluster_without_a_router_that_is_being_stopped_is_told_as_such(host):
+    host.router_silence, host.is_stopping = "no answer within 5 s", True
+
+    result = run_main("status", "--once")
+
+    told = "error: the cluster is being stopped; run `pagewire down` again\n"
+    assert (result.returncode, result.stderr) == (1, told)
+
+
 def test_without_a_cluster_of_up_the_address_of_serve_is_tried(host):
     host.head = None
 
-    assert module.find_router(None, "") == module.FoundRouter(address="localhost:50051")
+    assert module.find_router(None, "", 5.0) == module.FoundRouter(address="localhost:50051")
 
 
 def test_without_a_cluster_of_up_that_of_serve_is_found_with_what_it_takes(

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from pagewire import ClusterStatus, Encryption, PageCounts, TenantStatus, WorkerStatus
 from pagewire.cli.client_commands import WIDE_COLUMNS
-from pagewire.cli.status import status_json, status_table
+from pagewire.cli.status import silences, status_json, status_table
 from pagewire.protos.pem import utc
 
 PAGES = PageCounts(total=10, free=4, live=3, cached=1, leased=1, incoming=1, quarantine=0)
@@ -17,6 +17,7 @@ PAGES = PageCounts(total=10, free=4, live=3, cached=1, leased=1, incoming=1, qua
 def worker(**changes):
     values = dict.fromkeys(WorkerStatus.__dataclass_fields__, 0)
     values |= {"worker_id": "decode-0", "address": "h:1", "pool": "decode", "state": "ready"}
+    values |= {"misfit": "", "silence": ""}
     return WorkerStatus(**(values | {"pages": PAGES, "incarnation": 255} | changes))
 
 
@@ -102,7 +103,7 @@ def test_a_router_that_does_not_tell_how_it_is_connected_has_no_such_line():
 def test_table_fits_the_terminal_with_one_line_a_worker(columns):
     lines = rows(BUSY, worker(state="connecting"), worker(worker_id="decode-1"), columns=columns)
 
-    *header, rule, unknown, idle, busy, summary = lines
+    *header, rule, unknown, idle, busy, summary, silence = lines
     assert "─" in rule
     assert len(header) == 2
     assert unknown.split() == ["decode-0", "connecting", *"------"]
@@ -111,6 +112,7 @@ def test_table_fits_the_terminal_with_one_line_a_worker(columns):
         assert cell in busy.split()
     assert busy.endswith("1.0 GiB")
     assert summary == ("requests: 2 active, 9 finished, 1 resumed · pages in the index: 77")
+    assert silence == "decode-0 does not answer: its first heartbeat is awaited"
 
 
 def test_wide_table_shows_everything_in_full():
@@ -141,8 +143,29 @@ def test_numbers_of_a_worker_that_does_not_live_are_unknown(state):
         "pool": "decode",
         "state": state,
         "misfit": "another model",
+        "silence": "",
         "heartbeat_age_ms": 4000,
     }
+
+
+def test_what_does_not_answer_is_told_with_the_reason():
+    def told(*workers, **changes):
+        return silences(replace(status(*workers), **changes))
+
+    dead = worker(state="dead", silence="UNAVAILABLE: ping timeout", incarnation=9)
+    earlier = replace(dead, incarnation=8, silence="a session with it broke")
+
+    assert told(worker()) == []
+    assert told(worker(), earlier) == [], "its next start answers"
+    assert told(dead, earlier) == ["decode-0 does not answer: UNAVAILABLE: ping timeout"]
+    assert told(worker(state="connecting")) == [
+        "decode-0 does not answer: its first heartbeat is awaited"
+    ]
+    assert told(worker(state="dead")) == ["decode-0 does not answer: no reason is known"]
+    assert told(worker(silence="no heartbeat for 3.2 s"), controller_silence="silent for 6 s") == [
+        "the controller does not answer: silent for 6 s",
+        "decode-0 does not answer: no heartbeat for 3.2 s",
+    ]
 
 
 def test_wide_table_in_a_narrow_terminal_loses_no_character():

@@ -44,7 +44,7 @@ def grown(cluster: ClusterStatus):
 def test_top_shows_the_cluster_and_a_line_for_each_worker():
     cluster = status(*CLUSTER)
 
-    requests, tokens, prefixes, empty, header, *rows = top_lines(
+    requests, tokens, prefixes, empty, header, *rows, silence = top_lines(
         cluster, grown(cluster), columns=80
     )
 
@@ -53,6 +53,7 @@ def test_top_shows_the_cluster_and_a_line_for_each_worker():
     assert prefixes == "prefixes: 89% of prompts found, 1.0 GiB/s moved, KV reads 25% of unshared"
     assert empty == ""
     assert header.split() == HEADERS
+    assert silence == "decode-1 does not answer: no reason is known"
     assert [row.split() for row in rows] == [
         ["decode-0", "ready", "0+0", "50%", "0", "0", "-", "0", "B", "-"],
         ["decode-1", "dead", *"-------"],
@@ -64,7 +65,7 @@ def test_rates_are_unknown_before_the_second_answer():
     lines = top_lines(status(*CLUSTER), None, columns=80)
 
     assert lines[0].startswith("requests: -/s finished")
-    assert lines[-1].split()[4:] == list("-----")
+    assert lines[-2].split()[4:] == list("-----")
 
 
 @pytest.mark.parametrize(
@@ -75,11 +76,12 @@ def test_a_narrow_terminal_loses_the_last_columns_and_no_line_is_too_long(column
     cluster = status(*CLUSTER)
     lines = top_lines(cluster, grown(cluster), columns=columns)
 
-    *_, header, first, _, last = lines
+    *_, header, first, _, last, silence = lines
     assert max(map(len, lines)) <= columns
     assert header.split() == HEADERS[:num_shown]
     assert first.startswith("decode-0"[:columns])
     assert last.startswith("prefill-10"[:columns])
+    assert silence.startswith("decode-1 does not answer"[:columns].rstrip())
 
 
 def test_what_the_window_cannot_hold_is_counted():
@@ -91,6 +93,9 @@ def test_what_the_window_cannot_hold_is_counted():
     assert lines[-2].startswith("decode-05")
     assert lines[-1] == "and 24 more workers"
     assert len(top_lines(cluster, None, columns=80)) == 35
+    dead = replace(cluster, workers=tuple(replace(w, state="dead") for w in cluster.workers))
+    assert top_lines(dead, None, columns=80, lines=12)[-1] == "and 24 more workers"
+    assert len(top_lines(dead, None, columns=80, lines=40)) == 40
 
 
 def test_a_tenant_that_is_no_operator_sees_its_own() -> None:

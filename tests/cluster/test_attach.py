@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from cluster import attach
-from cluster.attach import START_TIMEOUT_S, ask, ask_starting, last_line
+from cluster.attach import START_TIMEOUT_S, ask, ask_starting, last_line, look, router_calls
 from cluster.errors import StartError
 
 WAITING = ["waiting for the cluster's controller, which Ray starts"]
@@ -55,6 +55,41 @@ def test_a_controller_that_answers_too_late_may_have_done_what_it_was_asked_for(
         StartError, match=r"not answer within 7 s; what .* may have begun: look with"
     ):
         ask(None, timeout_s=7.0)
+
+
+def test_looks_share_one_limit_and_say_why_there_is_no_answer(monkeypatch):
+    limits = []
+
+    def get(call, timeout):
+        limits.append(timeout)
+        if isinstance(call, Exception):
+            raise call
+        return call
+
+    Clock(monkeypatch, 0.0)
+    monkeypatch.setattr(ray, "get", get)
+    late = ray.exceptions.GetTimeoutError("not ready")
+    dead = ray.exceptions.ActorDiedError()
+
+    assert look("answer", 98.0, 5.0) == ("answer", "")
+    assert look(late, 90.0, 5.0) == (None, "no answer within 5 s")
+    assert look(dead, 98.0, 5.0) == (None, last_line(dead))
+    assert limits == [3.0, 0.0, 3.0]
+
+
+def test_a_router_is_asked_for_what_its_code_can_tell(monkeypatch):
+    def method(answer):
+        return SimpleNamespace(remote=lambda: answer)
+
+    older = SimpleNamespace(wait_ready=method("h:1"), cluster_token=method("t"))
+    monkeypatch.setattr(ray, "get_actor", lambda name: older)
+    assert router_calls() == {"wait_ready": "h:1", "cluster_token": "t"}
+
+    def no_actor(name):
+        raise ValueError(name)
+
+    monkeypatch.setattr(ray, "get_actor", no_actor)
+    assert router_calls() == {}
 
 
 def test_whoever_waits_for_a_controller_may_give_up(monkeypatch):

@@ -239,6 +239,22 @@ def test_a_killed_worker_is_started_again_though_no_launcher_lives(host):
     assert completion.usage.decode_computed_tokens == 0
 
 
+def test_status_shows_what_it_has_while_a_process_hangs(host):
+    for actor, part in (("RouterActor", "router"), ("ControllerActor", "controller")):
+        process = next(p for p in host_processes(host) if p.name() == f"ray::{actor}")
+        process.suspend()
+        try:
+            code, output, errors = host.run("status", "--once")
+        finally:
+            process.resume()
+
+        assert (code, errors) == (3, ""), output
+        assert f"the {part} does not answer: " in output
+        assert "prefill-0" in output
+        while host.run("status", "--json")[0] != 0:
+            pass  # the test's own limit ends it
+
+
 def test_generate_finds_the_cluster_and_an_interrupted_down_is_told_by_all_commands(host):
     """The last test of this cluster; what it leaves, the fixture's `down` ends."""
     code, output, errors = host.run("generate", "x", "--max-tokens", "1", "--ignore-eos")
