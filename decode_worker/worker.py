@@ -108,9 +108,11 @@ class DecodeWorker:
         register_decode_service(server, self)
 
     def planned(self, plan: StepPlan) -> None:
-        """Begin to ask prefill workers for groups, and note which requests wait no longer."""
+        """Ask prefill workers for groups or recall them; note which requests wait no longer."""
         for group in plan.receives:
             self._receivers.start(group)
+        for group in plan.recalls:
+            self._receivers.recall(group)
         now = asyncio.get_running_loop().time()
         for group in (*plan.receives, *(chunk.prompt for chunk in plan.chunks)):
             active = self._active.get(group.request)
