@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from benchmarks.client_processes import ClientProcesses, ClientsFailed
 from benchmarks.prompts import Seeds, StreamSpec
 from benchmarks.result_file import ResultFile, say
-from benchmarks.run_arguments import LOCAL_PREFILL, RECALL, Sizes, sizes_of
+from benchmarks.run_arguments import LOCAL_PREFILL, Sizes, sizes_of
 from benchmarks.served_cluster import ClusterFailed, ClusterSpec, ServedCluster
 from benchmarks.stream_statistics import Row, StreamRecord, work_done
 from decode_worker.config import DecodeConfig
@@ -78,18 +78,16 @@ class Run:
         """Return the work by pool; refuse work in a pool that must not do it.
 
         Raises:
-            CaseFailed: A decode worker computed more prompt tokens than its options allow, or,
-                where they allow no short prompt, no page moved; without prefill workers: a page
-                moved.
+            CaseFailed: A decode worker computed more prompt tokens than its option allows, or,
+                where it allows none, no page moved; without prefill workers: a page moved.
         """
         row = work_done(records)
-        options, defaults = self.cluster.spec.options, DecodeConfig()
-        local = int(options.get(LOCAL_PREFILL, defaults.local_prefill_max_tokens))
-        may_recall = options.get(RECALL, defaults.recall_after_s) > 0
+        default = DecodeConfig().local_prefill_max_tokens
+        local = int(self.cluster.spec.options.get(LOCAL_PREFILL, default))
         if not self.cluster.spec.is_disaggregated:
             if row["pages_moved"] or row["prefill_prompt_tokens"]:
                 raise CaseFailed(f"pages moved without prefill workers: {row}")
-        elif not may_recall and row["decode_prompt_tokens"] > local * row["requests"]:
+        elif row["decode_prompt_tokens"] > local * row["requests"]:
             raise CaseFailed(f"a decode worker computed prompt tokens: {row}")
         elif not local and not row["bytes_moved"]:
             raise CaseFailed(f"no page moved: {row}")

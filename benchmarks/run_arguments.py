@@ -17,7 +17,6 @@ from benchmarks.stream_statistics import Row
 from llm_engine.cached_folder import user_cache_dir
 
 LOCAL_PREFILL = "decode_worker.local_prefill_max_tokens"
-RECALL = "decode_worker.recall_after_s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,16 +106,13 @@ def model_of(options: argparse.Namespace) -> Path:
     return folder
 
 
-def cluster_options(options: argparse.Namespace, *, as_shipped: bool = False) -> Row:
-    """Return the options of the clusters of a run; SystemExit: one is not NAME=VALUE.
-
-    Args:
-        options: The parsed arguments.
-        as_shipped: Whether decode workers prefill short remainders and late prompts, as by default.
-    """
-    found: Row = {"page_size": options.page_size}
-    if not as_shipped:
-        found |= {LOCAL_PREFILL: 0, RECALL: 0.0}
+def cluster_options(options: argparse.Namespace) -> Row:
+    """Return the options of all clusters of a run; SystemExit: one is not NAME=VALUE."""
+    found: Row = {
+        "page_size": options.page_size,
+        # Without it short remainders would be prefilled where they are decoded.
+        LOCAL_PREFILL: 0,
+    }
     for each in options.option:
         name, equals, value = each.partition("=")
         if not equals:

@@ -4,8 +4,7 @@
 
 Weights are random, of Llama-3-8B's shape; prompts are random token ids, tokens greedy. Clients are
 processes of their own. Cases named aggregated/... have no prefill worker; all others have one, and,
-but for cached prompts and the mix, fail if no page moved or the decode worker computed a prompt
-token.
+but for cached prompts, fail if no page moved or the decode worker computed a prompt token.
 
 decode/N@L          N streams, prompts of L tokens. All prompts are computed and moved before; then
                     the streams begin at once. `ms` is a step: the time in which all streams are
@@ -14,10 +13,10 @@ shared/N,S,U        the same, with prompts of S tokens that all share and U of t
                     `prime_ms` is the last first token of the wave before, which computes them.
 ttft/NxL            from the first call to the last first token of N new prompts at once.
 ttft/cached         the same for a prompt of 1,024 tokens that the cache holds, of which the last
-                    token is computed; N-cached-at-once for N of them.
+                    token is computed; N-cached-at-once for N of them. Here, as by default, a decode
+                    worker computes short rests itself.
 mixed/512           until all of 512 requests are done that come at once: lognormal lengths,
-                    502,942 input and 121,658 output tokens. Here and for cached prompts, as by
-                    default, a decode worker computes short rests and late prompts itself.
+                    502,942 input and 121,658 output tokens.
 ready/...           from the launch until the router is ready; new: the first start ever, without
                     compiled kernels; cold: no weights in the file cache; warm: both at hand.
 
@@ -45,6 +44,7 @@ from benchmarks.prompts import (
     wave,
 )
 from benchmarks.run_arguments import (
+    LOCAL_PREFILL,
     arguments,
     cluster_options,
     end_in_order,
@@ -69,7 +69,6 @@ SHARED = ((64, 8192, 256), (256, 8192, 128), (64, 32_768, 256))  # streams, shar
 FIRST_TOKENS = ((1, 512), (1, 4096), (1, 32_768), (16, 4096))  # streams, prompt
 CACHED = {"cached": 1, "32-cached-at-once": 32, "256-cached-at-once": 256}
 CACHED_TOKENS = 1024
-AS_SHIPPED = {f"mixed/{MIX_REQUESTS}", *(f"ttft/{name}" for name in CACHED)}
 DISAGGREGATED, SHIPPED, AGGREGATED = "1+1", "1+1, as shipped", "0+1"
 # Workers without a step for half a second record the passes that the warm-up did not need, in 3.3 s
 # at most. Their log lines that say so are below the level of measured clusters.
@@ -99,9 +98,10 @@ def clusters_of(options: argparse.Namespace, num_routers: int = 1) -> dict[str, 
         options=cluster_options(options),
         routers=num_routers,
     )
+    shipped = {name: each for name, each in disaggregated.options.items() if name != LOCAL_PREFILL}
     return {
         DISAGGREGATED: disaggregated,
-        SHIPPED: replace(disaggregated, options=cluster_options(options, as_shipped=True)),
+        SHIPPED: replace(disaggregated, options=shipped),
         AGGREGATED: replace(disaggregated, prefill=0),
     }
 
@@ -111,7 +111,7 @@ def cases_of(measured: Mapping[str, Callable[[Run], Row]]) -> list[Case]:
     cases = [
         Case(
             name=name,
-            cluster=SHIPPED if name in AS_SHIPPED else DISAGGREGATED,
+            cluster=SHIPPED if name.removeprefix("ttft/") in CACHED else DISAGGREGATED,
             measure=each,
         )
         for name, each in measured.items()

@@ -50,7 +50,6 @@ def serve_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     steps: dict[str, Any] = {
         "prefill_worker.max_step_tokens": CPU_STEP_TOKENS,
         "decode_worker.step_budget_ms": 0.0,  # one step of a small batch takes as long already
-        "decode_worker.recall_after_s": 0.0,  # workers that share cores gain nothing
     }
     if "decode_worker.max_running_sequences" not in given:
         # In a full batch each sequence computes a token, too.

@@ -52,13 +52,6 @@ class DecodeConfig(HostConfig):
         at_least=0,
     )
 
-    recall_after_s: float = option(
-        2.0,
-        "A prompt of which a prefill worker has sent no page and no token after this time is "
-        "computed here instead, while steps have room for it; 0, also on CPUs: never.",
-        at_least=0,
-    )
-
     # Remote prefill
     distrust_s: float = option(
         2.0,

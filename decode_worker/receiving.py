@@ -113,12 +113,6 @@ class PrefillReceivers:
             if group.request is request and group.is_ended:
                 task.cancel()
 
-    def recall(self, group: PrefillGroup) -> None:
-        """Stop the attempt for a group that is computed here from now on."""
-        for task, each in self._running.items():
-            if each is group:
-                task.cancel()
-
     def cancel_unneeded(self) -> None:
         """At the end: stop attempts for ended requests, now and from now on."""
         for task, group in self._running.items():
@@ -171,9 +165,6 @@ class PrefillReceivers:
         self._running[running] = group
         if group.is_ended:  # before there was anything to cancel
             running.cancel()
-        late: asyncio.TimerHandle | None = None
-        if after_s := self._config.recall_after_s:
-            late = asyncio.get_running_loop().call_later(after_s, self._note_late, group)
         try:
             either: set[asyncio.Future[Any]] = {running, attempt.result}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -188,29 +179,21 @@ class PrefillReceivers:
         finally:
             del self._running[running]
             running.cancel()  # a no-op, unless a bug led here
-            if late is not None:
-                late.cancel()
         error = None if running.cancelled() else running.exception()
-        reason = str(error) if error else ""
-        if running.cancelled():
-            reason = "recalled" if group.is_recalled else "cancelled"
+        reason = "cancelled" if running.cancelled() else str(error) if error else ""
         span.end(reason, **attempt.moved)
         if not running.cancelled() and error is None:
             transfer_s, exposed_s = attempt.wire_s
             self._scheduler.receive_done(group, transfer_s=transfer_s, exposed_s=exposed_s)
             return ()
         # Whatever ended this attempt, the group may try the next candidate.
-        self._log_failure(group, sender, reason, error)
+        self._log_failure(group, sender, error)
         if isinstance(error, PrefillPassFailed):
             self._on_failed_pass(group.request)
-        attempt.stop(f"{type(error).__name__}" if error else reason)
-        if not (group.is_ended or group.is_recalled):
+        attempt.stop(f"{type(error).__name__}" if error else "cancelled")
+        if not group.is_ended:
             self._distrust(sender)
         return self._scheduler.receive_failed(group, may_be_written=_may_write(attempt))
-
-    def _note_late(self, group: PrefillGroup) -> None:
-        self._scheduler.receive_late(group)
-        self._context.wake.set()
 
     def _distrust(self, sender: WorkerIdentity) -> None:
         """Ask a prefill worker last for a while, counted from this failure."""
@@ -378,11 +361,7 @@ class PrefillReceivers:
         )
 
     def _log_failure(
-        self,
-        group: PrefillGroup,
-        sender: WorkerIdentity,
-        reason: str,
-        error: BaseException | None,
+        self, group: PrefillGroup, sender: WorkerIdentity, error: BaseException | None
     ) -> None:
         is_expected = error is None or isinstance(error, EXPECTED_ERRORS)
         logger.log(
@@ -391,7 +370,7 @@ class PrefillReceivers:
             extra=fields(
                 request_id=group.request.request_id,
                 prefill_worker=sender.worker_id,
-                error=f"{type(error).__name__}: {error}" if error else reason,
+                error=f"{type(error).__name__}: {error}" if error else "cancelled",
             ),
         )
 

@@ -4,8 +4,7 @@ Life of a choice:
 1. WAITING    in a PrefillGroup without pages; a new request is one group of all its choices
 2. RECEIVING  the group has pages and a prefill worker fills them; its first tokens are reported
               when they are known, which is before the last page has arrived
-   COMPUTING  ... or this worker fills them, chunk by chunk; a group that a prefill worker is late
-              with is recalled for that, by way of WAITING
+   COMPUTING  ... or this worker fills them, chunk by chunk
 3. JOINING    pages and first tokens have arrived; the next step forks the pages, one set per choice
 4. RUNNING    it has a seat in the engine's batch: one token per step
 5. ended      finished or cancelled; a request ends with its last choice
@@ -161,7 +160,6 @@ class PrefillGroup:
     num_in_flight: int = 0  # COMPUTING: steps in flight that touch its pages
     candidate: WorkerIdentity | None = None  # RECEIVING: the prefill worker that was asked
     failed: tuple[WorkerIdentity, ...] = ()  # candidates that were asked in vain
-    is_recalled: bool = False  # from a prefill worker that was late; it is computed here
     is_first_visit: bool = True  # no pages were ever reserved for it
 
     @property
@@ -180,15 +178,6 @@ class PrefillGroup:
     def num_left(self) -> int:
         """Tokens that no step has been launched for."""
         return len(self.tokens) - self.num_computed - self.num_launched
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether a prefill worker that was asked for it has sent nothing, and it is wanted."""
-        if self.state is not GroupState.RECEIVING or self.is_recalled or self.is_ended:
-            return False
-        if self.pages is None or self.pages.num_committed_pages > self.pages.num_cached_pages:
-            return False  # the attempt has failed, or pages have come
-        return all(choice.num_tokens == len(self.tokens) for choice in self.choices)
 
     @property
     def is_ended(self) -> bool:

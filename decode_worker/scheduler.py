@@ -9,9 +9,6 @@ request.py for the life of a choice.
 A group waits while its prefix is being computed or received for another one, so that nothing is
 computed or moved twice. It is parked under the page that it waits for and delays no other group.
 
-A prefill worker that is busy may begin with a group late. While steps here have room for prompts,
-such groups are recalled, those first that it would compute last.
-
 The older request goes first in everything but one thing: prompts that are computed here take turns
 (see worker.prompt_order). When pages run out, the youngest gives its pages back and is prefilled
 again later (mostly from the cache, since its full pages stay in the tree), so the oldest always
@@ -98,7 +95,6 @@ class Scheduler:
         self._waiting: list[PrefillGroup] = []
         self._parked: Parking[PrefillGroup] = Parking(cache)
         self._receiving: list[PrefillGroup] = []
-        self._late: list[PrefillGroup] = []  # of which nothing had come in time
         self._computing: list[PrefillGroup] = []
         self._joining: list[PrefillGroup] = []
         self._running: list[Choice] = []
@@ -181,15 +177,16 @@ class Scheduler:
         chunk_tokens = max_tokens - len(decodes)
         if decodes:
             chunk_tokens = min(chunk_tokens, self._chunk_budget.num_tokens)
+        limit_s = self._config.max_overtaken_s
+        computing = in_turn(computing, now_s=self.totals.steps_s, max_overtaken_s=limit_s)
         plan = StepPlan(
             copies=tuple(copies),
             ended_seats=tuple(self._seats.ended),
             started=started,
             extended=extended,
             decodes=tuple(decodes),
-            chunks=next_chunks(self._in_turn(computing), chunk_tokens),
+            chunks=next_chunks(computing, chunk_tokens),
             receives=receives,
-            recalls=() if is_short or not self._late else tuple(self._recall()),
             is_partial=self._is_admission_due and not is_short,
         )
         if not plan.is_empty:
@@ -267,10 +264,6 @@ class Scheduler:
             stats.pages_moved += num_new
             stats.bytes_moved += num_new * self._page_bytes
 
-    def receive_late(self, group: PrefillGroup) -> None:
-        """Note that nothing of a group in RECEIVING has come for `recall_after_s`."""
-        self._late.append(group)
-
     def receive_result(
         self,
         group: PrefillGroup,
@@ -322,17 +315,13 @@ class Scheduler:
         group.pages = None
         self._is_admission_due = True
         if not group.is_ended:
+            self.totals.transfer_failures += 1
+            group.request.stats.prefill_retries += 1
             assert group.candidate is not None
-            failed = group.failed
-            if not group.is_recalled:
-                failed = (*failed, group.candidate)
-                self.totals.transfer_failures += 1
-                group.request.stats.prefill_retries += 1
-                self.candidates.distrust(group.candidate)
+            self.candidates.distrust(group.candidate)
             # If first tokens were drawn, the choices may differ from now on.
             for rest in group_by_tokens([each for each in group.choices if not each.is_ended]):
-                rest.failed = failed
-                rest.is_recalled = group.is_recalled
+                rest.failed = (*group.failed, group.candidate)
                 rest.is_first_visit = False
                 self._wait(rest)
         return quarantined
@@ -528,7 +517,7 @@ class Scheduler:
                 self._parked.park(self._waiting.pop(0), match.last_pending_page)
                 continue
             candidate = self.candidates.next_for(group)
-            is_local = group.is_recalled or prefills_locally(
+            is_local = prefills_locally(
                 num_uncached_tokens=len(group.tokens) - match.num_ready_pages * self._page_size,
                 has_candidate=candidate is not None,
                 max_local_tokens=self._config.local_prefill_max_tokens,
@@ -552,28 +541,6 @@ class Scheduler:
                 receives.append(group)
         self._is_admission_due = bool(self._waiting)  # the next step looks at more
         return receives
-
-    def _recall(self) -> list[PrefillGroup]:
-        """Choose late groups to compute here, about as many as a step has room for."""
-        recalled = (each for each in (*self._receiving, *self._waiting) if each.is_recalled)
-        num_left = sum(each.num_left for each in (*self._computing, *recalled))
-        recalls: list[PrefillGroup] = []
-        if num_left >= self._config.max_step_tokens:
-            return recalls
-        self._late = [each for each in self._late if each.is_overdue]
-        for group in reversed(self._in_turn(self._late)):
-            if num_left >= self._config.max_step_tokens:
-                break
-            group.is_recalled = True
-            self.totals.recalls += 1
-            num_left += group.num_left
-            recalls.append(group)
-        return recalls
-
-    def _in_turn(self, groups: Iterable[PrefillGroup]) -> list[PrefillGroup]:
-        """Return groups in the order in which prompts are computed, here and on prefill workers."""
-        limit_s = self._config.max_overtaken_s
-        return in_turn(groups, now_s=self.totals.steps_s, max_overtaken_s=limit_s)
 
     def _num_active(self) -> int:
         groups = itertools.chain(self._receiving, self._computing, self._joining)

@@ -34,7 +34,6 @@ class StepPlan:
     decodes: tuple[Choice, ...] = ()  # one token each
     chunks: tuple[Chunk, ...] = ()
     receives: tuple[PrefillGroup, ...] = ()  # to ask a prefill worker for; needs no engine
-    recalls: tuple[PrefillGroup, ...] = ()  # to ask it for no longer; needs no engine
     is_partial: bool = False  # some groups that may be admitted were not looked at
 
     @property

@@ -108,11 +108,9 @@ class DecodeWorker:
         register_decode_service(server, self)
 
     def planned(self, plan: StepPlan) -> None:
-        """Ask prefill workers for groups or recall them; note which requests wait no longer."""
+        """Begin to ask prefill workers for groups, and note which requests wait no longer."""
         for group in plan.receives:
             self._receivers.start(group)
-        for group in plan.recalls:
-            self._receivers.recall(group)
         now = asyncio.get_running_loop().time()
         for group in (*plan.receives, *(chunk.prompt for chunk in plan.chunks)):
             active = self._active.get(group.request)

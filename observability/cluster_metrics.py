@@ -29,7 +29,6 @@ COUNTERS = {
     "bytes_moved": "Bytes of those pages.",
     "transfer_failures": "Failed attempts to move pages.",
     "preemptions": "Sequences preempted.",
-    "recalls": "Prompts that a prefill worker was late with and a decode worker computed instead.",
     "attention_needed_bytes": "Bytes of K and V that drawn tokens attended to, counted per token.",
     "attention_read_bytes": "Of these, bytes that attention read: a shared prefix once per step.",
     "sharing_groups": "Groups of sequences that shared what attention read, summed over steps.",

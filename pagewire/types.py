@@ -242,7 +242,6 @@ class WorkerStatus:
     prompt_step_s: float  # engine time of steps that computed prompt tokens alone
     decode_step_s: float  # of steps that decoded alone
     mixed_step_s: float  # of steps that did both
-    recalls: int  # prompts that a prefill worker was late with and this one computed instead
 
     @property
     def is_living(self) -> bool:

@@ -513,7 +513,6 @@ def worker_status_from(status: inference_pb2.WorkerStatus) -> WorkerStatus:
         prompt_step_s=totals.prompt_step_s,
         decode_step_s=totals.decode_step_s,
         mixed_step_s=totals.mixed_step_s,
-        recalls=totals.recalls,
     )
 
 

@@ -17,7 +17,6 @@ class WorkerTotals:
     bytes_moved: int = 0
     transfer_failures: int = 0  # not those that were cancelled
     preemptions: int = 0
-    recalls: int = 0  # of prompts that a prefill worker was late with, to be computed here
     needed_bytes: int = 0  # of all pages of prompts that another worker was to prefill
     transfer_s: float = 0.0  # in which pages of prompts came, of transfers that succeeded
     exposed_transfer_s: float = 0.0  # of it, after the prompt was computed: the pages were awaited

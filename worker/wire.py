@@ -169,7 +169,6 @@ def heartbeat_to_proto(
             prompt_step_s=totals.prompt_step_s,
             decode_step_s=totals.decode_step_s,
             mixed_step_s=totals.mixed_step_s,
-            recalls=totals.recalls,
         ),
     )
 

@@ -316,7 +316,6 @@ def test_steps_on_cpus_are_short_and_longer_than_a_batch(monkeypatch):
     short = {
         "prefill_worker.max_step_tokens": 256,
         "decode_worker.step_budget_ms": 0.0,
-        "decode_worker.recall_after_s": 0.0,
         "decode_worker.max_step_tokens": 512,
     }
 

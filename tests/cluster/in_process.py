@@ -34,7 +34,7 @@ LONG_DEADLINES = TransferDeadlines(
 
 DEFAULT_PREFILL = PrefillConfig(chunk_pages=2, max_chunk_pages=2)
 IN_CLEAR = TlsSettings()
-DEFAULT_DECODE = DecodeConfig(local_prefill_max_tokens=0, recall_after_s=0.0)
+DEFAULT_DECODE = DecodeConfig(local_prefill_max_tokens=0)
 
 
 @asynccontextmanager
@@ -80,9 +80,7 @@ async def in_process_cluster(
         max_step_tokens=256 if is_large else 2048,
         transfer_deadlines=transfer,
     )
-    decode = DecodeConfig(
-        local_prefill_max_tokens=0, recall_after_s=0.0, transfer_deadlines=transfer
-    )
+    decode = DecodeConfig(local_prefill_max_tokens=0, transfer_deadlines=transfer)
     members: list[WorkerMember] = []
     names = [f"prefill-{index}" for index in range(num_prefill)]
     names += [f"decode-{index}" for index in range(num_decode)]

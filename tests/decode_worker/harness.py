@@ -80,10 +80,7 @@ class WorkerCluster:
     )
     decode_config: DecodeConfig = field(
         default_factory=lambda: DecodeConfig(
-            max_running_sequences=32,
-            max_step_tokens=64,
-            local_prefill_max_tokens=0,
-            recall_after_s=0.0,
+            max_running_sequences=32, max_step_tokens=64, local_prefill_max_tokens=0
         )
     )
     grpc_network: MemoryNetwork = field(default_factory=lambda: MemoryNetwork(latency_s=0.0005))

@@ -165,7 +165,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.write_late()
         self.check_plan(plan)
         for group in plan.receives:
-            assert not group.is_recalled, "a prefill worker is asked for what was recalled"
             self.transfers.append(self.prefill(group))
         may_wait = self.is_idle() or self.plans or self.transfers or self.quarantines
         assert may_wait or not plan.is_empty, "work is there, but none is done"
@@ -251,14 +250,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.transfers)
     @rule(
         data=st.data(),
-        then=st.sampled_from(["go on", "go on", "be late", "fail", "write late"]),
+        then=st.sampled_from(["go on", "go on", "fail", "write late"]),
         tells_first=st.booleans(),
     )
     def move_pages(self, data: st.DataObject, then: str, tells_first: bool) -> None:
         transfer = data.draw(st.sampled_from(self.transfers))
-        if then == "be late" and not transfer.group.is_recalled:
-            self.scheduler.receive_late(transfer.group)
-            return
         if tells_first:  # the first tokens come before the last page
             self.tell_result(transfer)
         pages = transfer.group.pages
@@ -353,7 +349,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen["finished"] += len(self.finished)
         self.seen["preemptions"] += totals.preemptions
         self.seen["pages moved"] += totals.pages_moved
-        self.seen["recalls"] += totals.recalls
         self.seen["cached tokens"] += totals.cached_tokens
 
     def is_idle(self) -> bool:
@@ -366,12 +361,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen["copies"] += len(plan.copies)
         self.seen["shared steps"] += bool(plan.decodes and plan.chunks)
         assert plan.num_tokens <= self.config.max_step_tokens, "over the token budget"
-        for transfer in self.transfers:
-            pages = transfer.group.pages
-            if transfer.group in plan.recalls:
-                assert pages is not None
-                assert pages.num_committed_pages == pages.num_cached_pages
-                assert not transfer.is_told, "a prefill worker has begun with what is recalled"
         choices: list[Choice] = [*plan.decodes]
         choices += [choice for chunk in plan.chunks for choice in chunk.prompt.choices]
         assert not any(choice.is_ended for choice in choices), "a step for an ended choice"

@@ -370,33 +370,6 @@ def test_tokens_keep_coming_within_the_budget_while_prompts_are_computed_here() 
     run(scenario, WorkerCluster(decode_config=config))
 
 
-def test_a_prompt_that_a_prefill_worker_is_late_with_is_computed_here() -> None:
-    after_s = 0.2
-
-    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
-        loop = asyncio.get_running_loop()
-        begun = await router.submit(prompt_of(300))  # ten passes there, 0.4 seconds
-        await asyncio.sleep(0.1)
-        waiting = await router.submit(prompt_of(350, seed=1))
-        submitted_at = loop.time()
-        await wait_until(lambda: bool(waiting.tokens[0]), what="its first token")
-        assert after_s + 0.4 < loop.time() - submitted_at < after_s + 0.6, "six passes here"
-        later = await router.submit(prompt_of(20, seed=2))
-        await router.finish(begun, waiting, later)
-
-        assert waiting.stats.decode_computed_tokens == 350
-        assert waiting.stats.prefill_computed_tokens == 0
-        assert waiting.stats.prefill_retries == waiting.stats.pages_moved == 0
-        for other in (begun, later):
-            assert other.stats.decode_computed_tokens == 0, "it was begun, or came later"
-            assert other.stats.pages_moved == -(-len(other.prompt) // PAGE_SIZE)
-        totals = cluster.decode.worker._scheduler.totals
-        assert (totals.recalls, totals.transfer_failures) == (1, 0)
-        assert cluster.prefills[0].worker._scheduler.num_waiting == 0
-
-    run(scenario, WorkerCluster(decode_config=decode_config(recall_after_s=after_s)))
-
-
 @pytest.mark.parametrize("num_tokens", [PAGE_SIZE, 40])
 def test_of_a_prompt_that_is_wholly_cached_one_token_is_computed(num_tokens: int) -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:

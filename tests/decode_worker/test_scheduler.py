@@ -53,7 +53,6 @@ def test_state_machine(max_examples: int) -> None:
     assert min(seen.values()) >= 5, seen
     assert seen.keys() >= {"preemptions", "copies", "failed transfers", "shared steps"}
     assert seen.keys() >= {"steps ahead", "superfluous rows", "failed launches", "steps dropped"}
-    assert seen["recalls"]
 
 
 @pytest.mark.parametrize(
@@ -298,33 +297,6 @@ def test_requests_that_wait_for_one_prefix_hold_up_nobody_behind_them() -> None:
 
     scheduler.receive_failed(receiving, may_be_written=False)
     assert [group.tokens[-1] for group in scheduler.next_step().receives] == [100]
-
-
-def test_of_late_prompts_as_many_are_recalled_as_a_step_has_room_for_the_longest_first() -> None:
-    scheduler = scheduler_with(num_pages=1000)
-    for first, num_tokens in ((0, 100), (200, 120), (400, 90), (600, 110), (800, 99)):
-        scheduler.submit(prompt_request(*range(first, first + num_tokens)))
-    plans = [scheduler.next_step()]
-    while plans[-1].is_partial:
-        plans.append(scheduler.next_step())
-    groups = [group for plan in plans for group in plan.receives]
-    begun = groups.pop(1)
-    scheduler.receive_committed(begun, 1)
-    for group in (*groups, begun):
-        scheduler.receive_late(group)
-
-    recalls = scheduler.next_step().recalls
-
-    assert [len(group.tokens) for group in recalls] == [110, 100], "a step has 128 tokens"
-    assert not scheduler.next_step().recalls, "until these have been computed"
-    for group in recalls:
-        scheduler.receive_failed(group, may_be_written=False)
-    chunks = scheduler.next_step().chunks
-    assert sorted(len(chunk.prompt.tokens) for chunk in chunks) == [100, 110]
-    assert [len(group.tokens) for group in scheduler.next_step().recalls] == [99]
-    assert scheduler.totals.recalls == 3
-    assert scheduler.totals.transfer_failures == 0
-    assert scheduler.candidates.next_for(groups[0]) == CANDIDATES[0], "nobody is distrusted"
 
 
 def all_asked(scheduler: Scheduler) -> list[WorkerIdentity | None]:

@@ -1,7 +1,6 @@
-"""A decode worker computes no token of a prompt while a prefill worker can do that in time."""
+"""A decode worker computes no token of a prompt while there is a prefill worker to compute it."""
 
 import asyncio
-from dataclasses import replace
 
 from llm_engine.sampling import SamplingParams
 from tests.simulation.test_drain import TWO_AND_TWO, assert_disaggregated
@@ -95,44 +94,3 @@ def test_a_request_whose_candidates_left_while_it_waited_asks_the_one_that_came(
         assert [each.usage.stats.prefill_retries for each in histories] == [0, 1]
 
     in_cluster(FakeCluster(shape=shape), body)
-
-
-def test_of_a_burst_the_decode_worker_computes_what_prefill_is_late_with() -> None:
-    """Those that share a prefix with a late prompt wait for whoever computes it."""
-
-    short = replace(GREEDY, max_tokens=2)
-
-    def burst_seconds(recall_after_s: float) -> tuple[float, int]:
-        shape = ClusterShape(
-            prefill_pages=1000,
-            decode_pages=1000,
-            page_transfer_s=0.0005,
-            recall_after_s=recall_after_s,
-        )
-        seen: list[tuple[float, int]] = []
-
-        async def body(cluster: FakeCluster) -> None:
-            specs = [request(f"r{index}", 60, params=short) for index in range(24)]
-            prefix = specs[-1].prompt
-            specs += [
-                request(f"s{index}", prompt=(*prefix, index), params=short) for index in range(4)
-            ]
-            histories = await asyncio.gather(*map(cluster.generate, specs))
-
-            assert_right(*histories)
-            stats = [each.usage.stats for each in histories]
-            assert sum(each.pages_moved for each in stats) > 0
-            assert sum(each.prefill_retries for each in stats) == 0
-            num_computed = sum(each.decode_computed_tokens for each in stats)
-            num_computed_twice = sum(each.prefill_computed_tokens for each in stats) + num_computed
-            assert num_computed_twice - len({each.prompt for each in specs}) * 60 < 200
-            seen.append((max(each.ended_at for each in histories), num_computed))
-
-        in_cluster(FakeCluster(shape=shape), body)
-        return seen[0]
-
-    alone_s, num_computed = burst_seconds(0.0)
-    assert num_computed == 0
-    helped_s, num_computed = burst_seconds(0.2)
-    assert num_computed > 400
-    assert helped_s < 0.8 * alone_s

@@ -37,7 +37,6 @@ ONE_OF_EACH = ClusterStatus(
             prompt_step_s=2.5,
             decode_step_s=3.5,
             mixed_step_s=4.5,
-            recalls=20,
         ),
     ),
     active_requests=1,

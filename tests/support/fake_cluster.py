@@ -453,7 +453,6 @@ class FakeCluster:
             max_running_sequences=self.shape.max_running_sequences,
             max_step_tokens=self.shape.max_step_tokens,
             local_prefill_max_tokens=self.shape.local_prefill_max_tokens,
-            recall_after_s=self.shape.recall_after_s,
             transfer_deadlines=DEADLINES,
         )
 

@@ -24,7 +24,6 @@ class ClusterShape:
     prefill_pages: int = 256
     decode_pages: int = 256
     local_prefill_max_tokens: int = 0
-    recall_after_s: float = 0.0  # 0: never
     chunk_pages: int = 2
     max_chunk_pages: int = 1  # or chunk_pages, if they are more
     max_step_tokens: int = 64
@@ -92,10 +91,7 @@ def make_scenario(
         hangs_on_peer_death=rng.choice((True, False)),
     )
     more_pages = random.Random(f"chunks/{seed}").choice((0, 0, 1, 3, 20))
-    recall_after_s = random.Random(f"recalls/{seed}").choice((0.0, 0.0, 0.05, 0.3))
-    shape = replace(
-        shape, max_chunk_pages=shape.chunk_pages + more_pages, recall_after_s=recall_after_s
-    )
+    shape = replace(shape, max_chunk_pages=shape.chunk_pages + more_pages)
     return Scenario(
         seed=seed,
         shape=shape,
