@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from cluster.environment import prepare_ray
+from observability.serving_process import without_collections
 
 # A shell starts what runs in the background with SIGINT ignored, and processes inherit that: those
 # that tests start would not notice the one they are sent.
@@ -19,34 +21,44 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("pagewire", deadline=None)
 settings.load_profile("pagewire")
 
+# Hypothesis shall not draw the constants that it finds in this project's modules, or a derandomized
+# test would have other examples after any edit. It looks for them when all tests are collected.
+assert hasattr(providers, "is_local_module_file"), "Hypothesis finds constants elsewhere"
+providers.is_local_module_file = lambda path: False
+
 # Tests that import Ray are collected before those that start it.
 prepare_ray(is_local=True)
 
 THOROUGH_TIMEOUT_S = 600
-SETTINGS = gc.get_freeze_count(), gc.get_threshold(), sys.getswitchinterval()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Iterator[None]:
-    """Undo what `settle_process` does to the process in which a test serves.
-
-    Otherwise what was frozen is never collected: a worker in a cycle keeps its weights and pages.
-    """
-    yield
-    frozen, threshold, interval = SETTINGS
-    if gc.get_freeze_count() > frozen:
-        gc.unfreeze()
-        gc.set_threshold(*threshold)
-        sys.setswitchinterval(interval)
-        gc.collect()
+THRESHOLD, SWITCH_S = gc.get_threshold(), sys.getswitchinterval()
+FREEZE = gc.freeze
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keep the collector of cyclic garbage from imports, whose many objects stay."""
-    gc.disable()
+    """Freeze what imports have made, or each full collection of garbage would take a second.
+
+    Later nothing is frozen, though `settle_process` asks for it where a test serves: a worker in a
+    cycle would keep its weights and pages.
+    """
+    with without_collections():
+        yield
+    gc.freeze = lambda: None
+
+
+@pytest.fixture
+def freezing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test freeze what lives, for good, but no garbage of other tests."""
+    gc.collect()
+    monkeypatch.setattr(gc, "freeze", FREEZE)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Undo what else `settle_process` does to the process in which a test serves."""
     yield
-    gc.enable()
+    gc.set_threshold(*THRESHOLD)
+    sys.setswitchinterval(SWITCH_S)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -60,16 +72,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         made = item._fixtureinfo.name2fixturedefs.values()
         if any(each[-1].scope == "module" for each in made):
             item.add_marker(pytest.mark.xdist_group(item.module.__name__))
-
-
-def pytest_collection_finish() -> None:
-    """Keep Hypothesis from drawing the constants that it finds in this project's modules.
-
-    A derandomized test would have other examples after any edit, and beside other tests.
-    """
-    if providers := sys.modules.get("hypothesis.internal.conjecture.providers"):
-        assert hasattr(providers, "is_local_module_file"), "Hypothesis finds constants elsewhere"
-        providers.is_local_module_file = lambda path: False
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

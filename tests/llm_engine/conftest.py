@@ -1,11 +1,9 @@
-import gc
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from llm_engine import recordings
@@ -34,10 +32,9 @@ def recorders() -> Iterator[list[LaunchRecorder]]:
     What a step of a DeviceRunner has used up is overwritten at once.
     """
     made: list[LaunchRecorder] = []
-    known: list[Tensor] = []
 
     def make_recorder() -> LaunchRecorder:
-        made.append(LaunchRecorder(known))
+        made.append(LaunchRecorder())
         return made[-1]
 
     # Patches end before the interpreter does: they would put its launch back.
@@ -55,4 +52,3 @@ def recorders() -> Iterator[list[LaunchRecorder]]:
         monkeypatch.setattr(recordings, "CudaGraphRecorder", make_recorder)
         overwrite_what_is_used_up(monkeypatch)
         yield made
-    gc.unfreeze()

@@ -1,10 +1,11 @@
 """Stands for CUDA graphs where there is no GPU."""
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from triton.runtime.jit import JITFunction
 
 
@@ -15,13 +16,13 @@ class LaunchRecorder:
     is launched while it is recorded.
     """
 
-    def __init__(self, known: list[Tensor]) -> None:
+    def __init__(self) -> None:
         self.num_recorded = 0
         self.num_repeated = 0
         self.is_recording = False
         self._launches: list[tuple[object, ...]] | None = None
-        self._known = known  # kept, so that no address is given out again
-        self._addresses: set[int] = set()
+        self._made: set[int] = set()
+        self._others: dict[int, Tensor] = {}  # kept, so that no address is given out again
 
     def __call__(self, work: Callable[[], Any]) -> Callable[[], Any]:
         self.num_recorded += 1
@@ -44,23 +45,41 @@ class LaunchRecorder:
             self._launches.append((kernel.__name__, tuple(options), *values))
 
     def _run(self, work: Callable[[], Any]) -> tuple[list[tuple[object, ...]], Any]:
-        self._known += unseen_tensors()
-        self._addresses = {each.untyped_storage().data_ptr() for each in self._known}
         self._launches = launches = []
-        result = work()
+        with NewStorages() as new:
+            self._made = new.addresses
+            result = work()
         self._launches = None
         return launches, result
 
     def _described(self, value: object) -> object:
         if not isinstance(value, Tensor):
             return value
-        is_outside = value.untyped_storage().data_ptr() in self._addresses
-        address = value.data_ptr() if is_outside else None
+        address = None
+        if storage_of(value) not in self._made:
+            address = value.data_ptr()
+            self._others.setdefault(storage_of(value), value)
         return value.dtype, value.shape, value.stride(), address
 
 
-def unseen_tensors() -> list[Tensor]:
-    """Return the tensors that exist, but for those of earlier calls."""
-    found = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-    gc.freeze()  # the next call need not look at hundreds of thousands of objects again
-    return found
+class NewStorages(TorchDispatchMode):
+    """Notes the memory that operations allocate for their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: set[int] = set()
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        self.addresses |= storages_in(result) - storages_in((args, kwargs))
+        return result
+
+
+def storages_in(values: Any) -> set[int]:
+    return {storage_of(each) for each in tree_iter(values) if isinstance(each, Tensor)}
+
+
+def storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
