@@ -126,7 +126,8 @@ def rendered_faults(overlay: Path, kubectl: str) -> Iterator[str]:
     if done.returncode:
         yield f"{overlay}: kustomize refuses it: {' '.join(done.stderr.split())}"
         return
-    objects = [each for each in yaml.safe_load_all(done.stdout) if each]
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C it takes a tenth of the time
+    objects = [each for each in yaml.load_all(done.stdout, Loader=loader) if each]
     written = yaml.safe_load((overlay / FILE).read_text(encoding="utf-8"))
     yield from _idle(overlay / FILE, written, objects, done.stdout)
     configs = [
