@@ -42,13 +42,14 @@ from benchmarks.tables import (
 from benchmarks.targets import (
     FIRST_TOKENS_FILE,
     KILLS_FILE,
+    MIX_FILE,
     SERVING_FILE,
     TRANSFERS_FILE,
     serving_outcomes,
 )
 
 FIGURES = ROOT / "docs" / "figures"
-SERVING_FILES = (SERVING_FILE, "serving-matrix-h200.json")
+SERVING_FILES = (SERVING_FILE, MIX_FILE, "serving-matrix-h200.json")
 COLORS = (BLUE, ORANGE, LIGHT_BLUE, RED)
 NUM_LAYERS, LAYER_WEIGHTS = 32, ("qkv", "output", "gate_up", "down")
 

@@ -18,7 +18,14 @@ from benchmarks.first_token_path import PARTS
 from benchmarks.measured_host import in_short
 from benchmarks.serving_figures import ARMS, VLLM
 from benchmarks.stream_statistics import Row
-from benchmarks.targets import SERVING_MS, TRANSFERS_FILE, other_outcomes, serving_outcomes
+from benchmarks.targets import (
+    MIX_FILE,
+    SERVING_FILE,
+    SERVING_MS,
+    TRANSFERS_FILE,
+    other_outcomes,
+    serving_outcomes,
+)
 from benchmarks.transfer_shares import LENGTHS, transfer_case, transfer_shares
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,7 +110,7 @@ def headline(cases: Collection[str] = ()) -> str:
 
 def serving() -> str:
     """Every case of a cluster without prefill workers, and on two GPUs with one."""
-    pools_ms = {case: row["ms"] for case, row in _rows_of("serving-matrix-h200-x2.json").items()}
+    pools = _rows_of(SERVING_FILE) | _rows_of(MIX_FILE)
     return table(
         ("case", "0 + 1, ms", "least", "most", "1 + 1, ms", "vLLM 0.24.0, ms", "0 + 1, tokens/s"),
         (
@@ -112,7 +119,7 @@ def serving() -> str:
                 _ms(row["ms"]),
                 _ms(row["min_ms"]) if "min_ms" in row else "",
                 _ms(row["max_ms"]) if "max_ms" in row else "",
-                _ms(pools_ms[case]),
+                _ms(pools[case]["ms"]),
                 _ms(VLLM[case]) if case in VLLM else "",
                 f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else "",
             )
