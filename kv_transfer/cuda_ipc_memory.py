@@ -114,14 +114,18 @@ class CudaPeerPages:
         if not source_ids:
             return
         cuda.set_device(self._memory.device)  # of this thread
-        with self._launching, cuda.stream(self._stream):
-            if self._words is not None:
-                self._copy_by_kernel(self._words, source_ids, target_ids)
-            else:
-                self._copy_by_engine(source_ids, target_ids)
-            done = cuda.Event(blocking=True)
-            done.record()
-        done.synchronize()
+        done = cuda.Event(blocking=True)
+        try:
+            with self._launching, cuda.stream(self._stream):
+                try:
+                    if self._words is not None:
+                        self._copy_by_kernel(self._words, source_ids, target_ids)
+                    else:
+                        self._copy_by_engine(source_ids, target_ids)
+                finally:
+                    done.record()
+        finally:
+            done.synchronize()  # after an error, too: what was launched before still writes pages
 
     def close(self) -> None:
         self._words = None

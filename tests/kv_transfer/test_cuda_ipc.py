@@ -602,6 +602,40 @@ def test_an_unmapping_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
         pages.close()
 
 
+def test_copies_that_were_launched_before_one_failed_have_ended_when_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[str] = []
+
+    def copy(*_: object) -> tuple[int]:
+        happened.append("copy")
+        return (700 if len(happened) == 2 else 0,)
+
+    def make_event(*, blocking: bool) -> SimpleNamespace:
+        return SimpleNamespace(
+            record=lambda: happened.append("record"), synchronize=lambda: happened.append("await")
+        )
+
+    runtime = SimpleNamespace(
+        cudaMemcpyKind=SimpleNamespace(cudaMemcpyDeviceToDevice=3), cudaMemcpyAsync=copy
+    )
+    cuda = SimpleNamespace(
+        set_device=lambda device: None, Event=make_event, stream=contextlib.nullcontext
+    )
+    monkeypatch.setattr(cuda_ipc_memory, "cuda", cuda)
+    memory = object.__new__(cuda_ipc_memory.CudaMemory)
+    memory.runtime, memory.device, memory.page_bytes = runtime, torch.device("cpu"), 64
+    memory.words, memory.copies_in_batches = torch.zeros(8, 16, dtype=torch.int32), False
+    pages = object.__new__(cuda_ipc_memory.CudaPeerPages)
+    pages._memory, pages._first, pages._words = memory, 4096, None
+    pages._stream, pages._launching = SimpleNamespace(cuda_stream=1), threading.Lock()
+
+    with pytest.raises(TransportRefused, match="cudaMemcpyAsync failed: 700"):
+        pages.copy([0, 2, 4], [1, 3, 5])
+
+    assert happened == ["copy", "copy", "record", "await"]
+
+
 def ipc_threads() -> int:
     return sum(each.name.startswith("cuda_ipc") for each in threading.enumerate())
 
