@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from cluster.placement import CONTROLLER_NAME, NAMESPACE, ROUTER_NAME
 from cluster.private_folder import TOKEN_PATH_VARIABLE
 from cluster.ray_address import check_ray_answers
 from cluster.served import served_clusters
+from observability.last_line import last_line
 from observability.logs import fields
 
 log = logging.getLogger(__name__)
@@ -205,9 +205,3 @@ def ask_starting(call: Any, say: Callable[[str], None], check: Callable[[], None
             say("waiting for the cluster's controller, which Ray starts")
             is_told = True
     return ask(call)
-
-
-def last_line(error: Exception) -> str:
-    """Return the last line of Ray's error, which is the reason, without the path of its class."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return re.sub(r"^(\w+\.)+\w+: ", "", lines[-1]) if lines else type(error).__name__

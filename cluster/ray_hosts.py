@@ -9,7 +9,6 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.attach import last_line
 from cluster.certificates import own_authority
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError, PlacementError
@@ -17,6 +16,7 @@ from cluster.placement import host_options
 from cluster.places import Node
 from llm_engine.errors import EngineError
 from llm_engine.model_identity import ModelIdentity, read_identity
+from observability.last_line import last_line
 from worker.own_host import HostFound, HostOptions, host_names, look
 
 LOOK_TIMEOUT_S = 120.0  # for a process to start on each host and read some bytes of each tensor

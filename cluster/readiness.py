@@ -7,9 +7,10 @@ from typing import Any
 
 import ray
 
-from cluster.attach import ask, last_line
+from cluster.attach import ask
 from cluster.errors import StartError
 from llm_engine.load_progress import ReportLoaded
+from observability.last_line import last_line
 from pagewire import Client, ClusterStatus, PagewireError, Tls
 
 STATUS_PERIOD_S = 0.1

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from credentials.config import TlsSettings
+from observability.last_line import last_line
 from observability.logs import configure_logging, fields
 from observability.serving_process import stop_in_time
 from options.kept_by_name import kept_by_name
@@ -104,4 +105,4 @@ class RouterActor:
         except TimeoutError as error:
             raise ControllerGone(f"no address from it within {FIND_TIMEOUT_S:g} s") from error
         except (ray.exceptions.RayError, ValueError) as error:
-            raise ControllerGone(f"no address from it: {error}") from error
+            raise ControllerGone(f"no address from it: {last_line(error)}") from error

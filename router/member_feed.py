@@ -19,6 +19,7 @@ from pagewire.protos.call_tasks import is_own_cancellation
 from pagewire.wire import NO_GRPC
 from router import wire
 from router.errors import ControllerGone
+from router.lost_reason import lost_reason
 from router.membership import WorkerMember
 from router.reported_wait import wait_reported
 
@@ -151,7 +152,7 @@ class MemberFeed:
 
 
 def _reason(error: Exception) -> str:
+    told = lost_reason(error)
     if isinstance(error, grpc.aio.AioRpcError):
-        told = f"{error.code().name}: {error.details()}"
         return _NO_CONTROLLER if NO_GRPC in told else _ADVICE.get(error.code(), told)
-    return str(error)
+    return told

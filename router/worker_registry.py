@@ -35,6 +35,7 @@ from router import wire
 from router.config import RouterConfig
 from router.errors import WorkerGone
 from router.expected_wait import DecodeQueue, HoldingTime, TokenRate
+from router.lost_reason import lost_reason
 from router.membership import PoolName, WorkerMember
 from router.policy import WorkerLoad
 from router.prefix_index import PrefixIndex
@@ -347,7 +348,7 @@ class WorkerRegistry:
                     logger.exception(
                         "worker_follow_failed", extra=fields(worker_id=worker.member.worker_id)
                     )
-                reason = _reason(error)
+                reason = lost_reason(error)
             except asyncio.CancelledError:
                 if is_own_cancellation():
                     raise
@@ -493,7 +494,8 @@ class WorkerRegistry:
                             break
             except Exception as error:
                 logger.warning(
-                    "cache_events_broken", extra=fields(worker_id=worker_id, reason=_reason(error))
+                    "cache_events_broken",
+                    extra=fields(worker_id=worker_id, reason=lost_reason(error)),
                 )
                 # Whatever the error, a snapshot repairs it.
                 self._index.forget(worker_id)
@@ -501,9 +503,3 @@ class WorkerRegistry:
                 if is_own_cancellation():
                     raise
             await asyncio.sleep(self._config.reconnect_delay_s)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error)

@@ -6,8 +6,9 @@ import pytest
 import ray
 
 from cluster import attach
-from cluster.attach import START_TIMEOUT_S, ask, ask_starting, last_line, look, router_calls
+from cluster.attach import START_TIMEOUT_S, ask, ask_starting, look, router_calls
 from cluster.errors import StartError
+from observability.last_line import last_line
 
 WAITING = ["waiting for the cluster's controller, which Ray starts"]
 
@@ -102,18 +103,3 @@ def test_whoever_waits_for_a_controller_may_give_up(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         ask_starting("answer", lambda line: None, check)
     assert clock.now == 110.0
-
-
-@pytest.mark.parametrize(
-    ("told", "reason"),
-    [
-        (
-            "Traceback:\n  x\noptions.ports.NoPortFree: port_range: found 'x'\n",
-            "port_range: found 'x'",
-        ),
-        ("ValueError: no", "ValueError: no"),
-        ("", "Exception"),
-    ],
-)
-def test_the_reason_of_an_error_comes_without_the_path_of_its_class(told, reason):
-    assert last_line(Exception(told)) == reason
