@@ -228,7 +228,7 @@ def server_context(pem: Pem) -> ssl.SSLContext:
     context = _context(ssl.PROTOCOL_TLS_SERVER, pem.certificate, pem.key)
     if pem.authority:
         context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(cadata=pem.authority.decode())
+        context.load_verify_locations(cadata=_text(pem.authority))
         # A resumed session would be let in without a look at the client's certificate.
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0
@@ -239,7 +239,7 @@ def client_context(pem: Pem) -> ssl.SSLContext:
     """Return a client's context; without an authority it trusts the system's."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, pem.certificate, pem.key)
     if pem.authority:
-        context.load_verify_locations(cadata=pem.authority.decode())
+        context.load_verify_locations(cadata=_text(pem.authority))
     else:
         context.load_default_certs()
     return context
@@ -291,13 +291,18 @@ def _read(file: PemFile, *, is_secret: bool = False) -> bytes:
 
 def _check_certificates(file: PemFile, content: bytes) -> None:
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode())
-    except (ValueError, ssl.SSLError) as error:  # ValueError: not ASCII
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=_text(content))
+    except (ValueError, ssl.SSLError) as error:  # ValueError: it is empty
         raise PemError(
             file.option,
             f"{file.path} holds no certificate in PEM",
             "a PEM file of whole certificates",
         ) from error
+
+
+def _text(content: bytes) -> str:
+    """Return a PEM file for `ssl`, which takes only ASCII, also of the comments beside the PEM."""
+    return content.decode("ascii", "backslashreplace")
 
 
 def _check_pair(certificate: PemFile, key: PemFile, shown: bytes, secret: bytes) -> None:
@@ -341,8 +346,9 @@ def _shown_alone(files: PemFiles, certificate: bytes, key: bytes) -> dict[str, A
 
 
 def _hosts(shown: Any) -> tuple[str, ...]:
-    """Return the hosts in a certificate's content."""
-    return tuple(name for _, name in shown.get("subjectAltName", ()))
+    """Return the hosts in a certificate's content, not its other names, such as URIs."""
+    names = shown.get("subjectAltName", ())
+    return tuple(name for kind, name in names if kind in ("DNS", "IP Address"))
 
 
 def _show(
@@ -367,7 +373,7 @@ def _show(
     peer = client if side == "server" else server
     peer.verify_mode = ssl.CERT_REQUIRED
     peer.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | (_NO_CHECK_TIME if is_timeless else 0)
-    peer.load_verify_locations(cadata=trusted.decode())
+    peer.load_verify_locations(cadata=_text(trusted))
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = {
         "client": client.wrap_bio(to_client, to_server, server_hostname=host or None),

@@ -158,15 +158,23 @@ def test_nccl_between_hosts_is_refused_until_somebody_says_that_it_is_meant(
 
 
 @pytest.mark.parametrize("asks_clients", [False, True])
-@pytest.mark.parametrize("name", ["grpc.example.org", "*.example.org", "10.1.2.3"])
-def test_processes_of_the_cluster_get_to_its_router_whatever_its_name(
-    authority: Authority, name: str, asks_clients: bool
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["grpc.example.org"],
+        ["*.example.org"],
+        ["10.1.2.3"],
+        ["operator@example.org", "grpc.example.org"],  # the first is no host's
+    ],
+)
+def test_processes_of_the_cluster_get_to_its_router_whatever_its_names(
+    authority: Authority, names: list[str], asks_clients: bool
 ) -> None:
     async def never(request: Any, context: Any) -> Any:
         yield response()
 
     config = config_of(authority, asks_clients=asks_clients)
-    front = replace(config.front_tls, **authority.pair(name)._asdict())
+    front = replace(config.front_tls, **authority.pair(*names)._asdict())
     config = replace(config, front_tls=front)
     with (
         serving_in_thread(never, front_door(config.tls_settings)) as (address, _),

@@ -13,7 +13,16 @@ from cryptography.hazmat.primitives import serialization
 
 from credentials.config import FrontTlsConfig, TlsConfig, TlsSettings
 from options.option import WrongOptions
-from pagewire.protos.pem import RETRY_S, LivePem, PemError, PemFile, is_for, read_pem
+from pagewire.protos.pem import (
+    RETRY_S,
+    LivePem,
+    PemError,
+    PemFile,
+    client_context,
+    is_for,
+    read_pem,
+    server_context,
+)
 from tests.support.certificates import Authority, Pair
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +76,11 @@ def not_text(tls: TlsConfig, _: Authority) -> TlsConfig:
     return tls
 
 
+def empty(tls: TlsConfig, _: Authority) -> TlsConfig:
+    Path(tls.authority_file).write_bytes(b"")
+    return tls
+
+
 def others_key(tls: TlsConfig, authority: Authority) -> TlsConfig:
     return replace(tls, key_file=authority.pair("pagewire").key_file)
 
@@ -110,6 +124,7 @@ FAULTS: list[tuple[Callable[[TlsConfig, Authority], TlsConfig], str, str, str]] 
     (half_key, "key_file", "{} holds no private key in PEM", WHOLE_KEY),
     (half_authority, "authority_file", "{} holds no certificate in PEM", WHOLE),
     (not_text, "authority_file", "{} holds no certificate in PEM", WHOLE),
+    (empty, "authority_file", "{} holds no certificate in PEM", WHOLE),
     (
         endless,
         "authority_file",
@@ -177,6 +192,16 @@ def test_a_chain_with_an_intermediate_is_believed(tmp_path: Path) -> None:
     tls = replace(between.inside(), authority_file=root.file)
 
     assert read_pem(tls.files).names == ("pagewire",)
+
+
+def test_files_may_have_comments_in_any_script(authority: Authority) -> None:
+    tls = authority.inside()
+    for each in (tls.authority_file, tls.certificate_file):
+        Path(each).write_bytes("# Főtanúsítvány\n".encode() + Path(each).read_bytes())
+
+    pem = read_pem(tls.files)
+
+    assert server_context(pem).get_ca_certs() == client_context(pem).get_ca_certs() != []
 
 
 @pytest.mark.parametrize(
