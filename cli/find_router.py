@@ -33,6 +33,8 @@ from pagewire.cli.token import TokenFileFlag, token_of
 if TYPE_CHECKING:
     from cluster.controller import ClusterFacts  # imports Ray
 
+ROUTER_LEARNS_S = 15.0  # after which a router knows by itself whether the controller is silent
+
 AddressFlag = Annotated[
     str | None,
     typer.Option(
@@ -218,7 +220,7 @@ class _FoundClient(Client):
 
     def __init__(self, found: FoundRouter, **options: Any) -> None:
         super().__init__(found.address, **options)
-        self._found = found
+        self._found, self._found_at = found, time.monotonic()
 
     def status(self, *, timeout_s: float | None = None) -> ClusterStatus:
         found = self._found
@@ -228,8 +230,11 @@ class _FoundClient(Client):
             if found.view is None or found.is_stopping:
                 raise
             raise RouterSilent(str(error), found.view) from error
+        silence = status.controller_silence
+        if time.monotonic() - self._found_at < ROUTER_LEARNS_S:
+            silence = silence or found.controller_silence
         return replace(
             status,
             is_stopping=status.is_stopping or found.is_stopping,
-            controller_silence=status.controller_silence or found.controller_silence,
+            controller_silence=silence,
         )

@@ -194,6 +194,19 @@ def test_a_silent_controller_is_told_beside_the_routers_view_also_over_tls(host,
     assert generated.returncode == 0
 
 
+def test_a_live_view_tells_no_silence_of_a_controller_that_the_router_hears_again(
+    host, monkeypatch
+):
+    host.controller_silence = "no answer within 5 s"
+    with (
+        serving_in_thread(answer) as (host.router_address, _),
+        module.found_router(5.0) as client,
+    ):
+        assert client.status().controller_silence == host.controller_silence
+        monkeypatch.setattr(module, "ROUTER_LEARNS_S", 0.0)
+        assert client.status().controller_silence == ""
+
+
 def test_status_fails_where_neither_router_nor_controller_answers(host):
     host.controller_silence, host.router_silence = "it has ended", "no answer within 5 s"
 
