@@ -24,6 +24,7 @@ from router.errors import (
     WrongDelta,
 )
 from router.generation import Choice, Delta, Failure, Generation, Output
+from router.lost_reason import lost_reason
 from router.pacing import Pace, Pacer
 from router.placement import Placement
 from router.worker_registry import Worker
@@ -228,7 +229,7 @@ class Session:
                 self._receive(message)
             return "the worker ended the session"
         except grpc.aio.AioRpcError as error:
-            return f"the session broke: {error.code().name}: {error.details()}"
+            return f"the session broke: {lost_reason(error)}"
         except asyncio.CancelledError:
             if is_own_cancellation():
                 raise

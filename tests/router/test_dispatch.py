@@ -249,6 +249,24 @@ def test_the_status_tells_why_nothing_is_heard_from_a_worker_until_it_is_heard_a
     run_virtual(main())
 
 
+def test_what_a_broken_session_tells_is_one_printable_line_of_bounded_length() -> None:
+    class Rude(ScriptedWorker):
+        async def Session(self, requests: Any, context: Any) -> Any:  # noqa: N802
+            await context.abort(grpc.StatusCode.INTERNAL, "\x1b[2J\n" + 1000 * "x")
+            yield
+
+    async def main() -> None:
+        async with running_router(Rude("decode-0"), max_resumptions=0) as tested:
+            answer = await tested.generate()
+            [status] = tested.router.cluster_status().workers
+            assert answer.error is not None
+            for told in (status.silence, answer.error.details().rpartition("decode-0: ")[2]):
+                assert told.startswith("the session broke: INTERNAL: \ufffd[2J xxx")
+                assert len(told) < 1000
+
+    run_virtual(main())
+
+
 def test_a_worker_that_answers_no_ping_is_dead_long_before_its_silence_says_so() -> None:
     async def main() -> None:
         workers = [ScriptedWorker(f"decode-{i}", token_s=0.3) for i in range(2)]
