@@ -166,7 +166,7 @@ def under_load(cluster, clients, seeds, work):
             told = [
                 replace(each, offset_s=index / RATE, keeps_tokens=True)
                 for index, each in enumerate(
-                    wave(seeds, RATE * WAVE_S, unique=24, shared=32, max_tokens=8)
+                    wave(seeds, RATE * WAVE_S, unique=16, shared=16, max_tokens=8)
                 )
             ]
             clients.begin(cluster.addresses, cluster.vocab_size, told, TIMEOUT_S, spreads=True)
