@@ -11,16 +11,17 @@ transfer/again@L    a prompt of L tokens that the prefill worker has cached and 
 transfer/new@L, aggregated@L    a new prompt, with 1 + 1 workers and on one GPU. All three also for
                     @page, a prompt of one page, which shows what a request costs besides. `ms` is
                     the time of the first token, which waits for no page, and `second_ms` that of
-                    the second one, which needs all pages. With 1 + 1 workers, by the count of the
-                    decode worker, whose clock shows whole milliseconds, for a prompt: `receive_ms`
-                    in which pages arrived, and of it `exposed_ms` after the prompt was computed.
-transfer/scattered@L     GB/s, by what the second token of again@L takes longer than that of
-                    again@page (computed).
-transfer/ttft_share@L    `share`: of the first token's time, what new@L takes longer than
-                    aggregated@L; `hidden_share`: of the transfer's time, what the second token of
-                    new@L does not come later after the first one than that of aggregated@L, without
-                    the difference that a page makes; `hidden_share_counted`: of `receive_ms` of
-                    new@L, what is not `exposed_ms` (computed).
+                    the second one, which needs all pages. With 1 + 1 workers also what the decode
+                    worker counts for a prompt, by a clock that shows whole milliseconds:
+                    `receive_ms` is the time in which pages arrived, and `exposed_ms` the part of it
+                    after the prompt was computed.
+transfer/scattered@L     GB/s, by how much later the second token of again@L comes than that of
+                    again@page; `ms` is this delay (computed).
+transfer/ttft_share@L    computed. `share`: how much later the first token of new@L comes than that
+                    of aggregated@L, as a share of its time. `hidden_share`: 1 - exposed / `ms` of
+                    scattered@L. Exposed is how much longer the gap between first and second token
+                    is in new@L than in aggregated@L, less the same difference for a page.
+                    `hidden_share_counted`: the share of `receive_ms` of new@L that is not exposed.
 transfer/dedup      64 requests at once with one new prefix of 8,192 tokens: how often it was
                     computed and moved.
 itl/ARM             16 chats stream while six prompts of 32,768 tokens arrive. `step_ms` is the mean

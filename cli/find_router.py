@@ -109,7 +109,7 @@ def _ask_cluster(controller: Any, timeout_s: float) -> FoundRouter:
     facts_call, calls = controller.facts.remote(), router_calls()
     facts, controller_silence = look(facts_call, began_at, min(timeout_s, ANSWER_TIMEOUT_S))
     view = _view_of(facts) if facts else None
-    reason = "" if calls else "there is none; `pagewire up` again places it"
+    reason = "" if calls else "there is none; run `pagewire up` again to place one"
     answers: dict[str, Any] = {}
     for method, call in calls.items():
         if not reason:
@@ -179,9 +179,9 @@ def found_router(
     Without a given token, calls use the token of the cluster that was found.
 
     Raises:
-        ClusterError: As find_router does; or ConfigError: the cluster's certificate cannot be read
-            here; or Stopping: the router does not answer because its cluster stops.
-        RouterSilent: As find_router does; `status` of the client, too.
+        ClusterError: As find_router does. Also ConfigError: the cluster's certificate cannot be
+            read here; and Stopping: the router does not answer because its cluster stops.
+        RouterSilent: As find_router does; the client's `status` raises it, too.
     """
     token = token_of(token_file)
     found = find_router(address, ray_address, timeout_s)

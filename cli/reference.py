@@ -17,7 +17,8 @@ Flags override the file, and the file overrides the defaults. Some defaults diff
 CPUs: `--help` shows those of the command. Unknown options, repeated options and invalid values end
 the command with exit code 2. One line for each names the file or the flag, the option and, for a
 value, what was found and what is allowed. Commands for a running cluster, such as `down` and
-`scale`, use `ray_address` alone, and of the other options check the names only.
+`scale`, use only `ray_address`; `router-keys` also uses `secret_file`. Of the other options they
+check only the names.
 
 ```yaml
 model: /models/llama-3-8b

@@ -105,7 +105,7 @@ def router_address() -> str:
     """Return the address of the cluster's router on the attached Ray, once it listens."""
     with suppress(ValueError):
         return str(ask(ray.get_actor(ROUTER_NAME).wait_ready.remote()))
-    raise StartError("the cluster has no router yet; `pagewire up` again places it")
+    raise StartError("the cluster has no router yet; run `pagewire up` again to place one")
 
 
 def router_token() -> str:
@@ -119,7 +119,7 @@ def router_calls() -> dict[str, Any]:
     """Ask the cluster's router how to call it.
 
     Returns:
-        The name of its method |-> the call; none: the cluster has no router.
+        Names of its methods |-> calls; empty: the cluster has no router.
     """
     try:
         router = ray.get_actor(ROUTER_NAME)

@@ -114,7 +114,7 @@ def check_links(config: ClusterConfig, device: str, addresses: Iterable[str]) ->
 def own_client(settings: TlsSettings) -> Tls | None:
     """Return how the cluster's own processes connect to its routers; None: in clear.
 
-    They have the routers' certificate as a file, and trust it alone. Its key is the routers' alone.
+    They read the routers' certificate and trust it alone. Only routers read its key.
 
     Raises:
         ConfigError: It cannot be used, or the certificate that they show.

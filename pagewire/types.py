@@ -214,7 +214,7 @@ class WorkerStatus:
     pool: str  # "prefill" or "decode"
     state: str  # "connecting", "ready", "draining" or "dead"
     misfit: str = ""  # why it can get no requests beside the others; empty: no such reason
-    # Why the router hears nothing from it; empty: it does, or has not been connected yet.
+    # Why the router hears nothing from it; empty: it does, or is connecting for the first time.
     silence: str = ""
     heartbeat_age_ms: int
     steps: int
@@ -301,4 +301,4 @@ class ClusterStatus:
     cluster_tls: Encryption | None = None  # of its own to workers and controller; likewise
     tenants: tuple[TenantStatus, ...] = ()  # empty without a tenants file
     is_partial: bool = False  # of the caller's tenant alone, without workers
-    controller_silence: str = ""  # why the router hears nothing from the controller; empty: it does
+    controller_silence: str = ""  # why the router hears no controller; empty: it hears it

@@ -8,7 +8,7 @@ MAX_CHARS = 400
 def lost_reason(error: Exception) -> str:
     """Return a reason in one printable line, never empty.
 
-    The peer, or whatever listens at its address, writes the details of a gRPC error.
+    The details of a gRPC error may be anything: whatever listens at the peer's address writes them.
     """
     told = str(error)
     if isinstance(error, grpc.aio.AioRpcError):

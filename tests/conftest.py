@@ -21,8 +21,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("pagewire", deadline=None)
 settings.load_profile("pagewire")
 
-# Hypothesis shall not draw the constants that it finds in this project's modules, or a derandomized
-# test would have other examples after any edit. It looks for them when all tests are collected.
+# Keep Hypothesis from drawing the constants that it finds in this project's modules: with them, any
+# edit would give a derandomized test other examples. It looks for them when tests are collected.
 assert hasattr(providers, "is_local_module_file"), "Hypothesis finds constants elsewhere"
 providers.is_local_module_file = lambda path: False
 
@@ -48,7 +48,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture
 def freezing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test freeze what lives, for good, but no garbage of other tests."""
+    """Let a test freeze what lives, for good, once the garbage of other tests is collected."""
     gc.collect()
     monkeypatch.setattr(gc, "freeze", FREEZE)
 

@@ -24,9 +24,9 @@ class HostConfig:
     max_overtaken_s: float = option(
         20.0,
         "Engine time after which a prompt is computed before all that came later. Until then "
-        "shorter ones go first, the more so the shorter they are. 0: in order of arrival. Of "
-        "prefill workers, its sum with router.max_expected_wait_s should be at most "
-        "transfer.chunk_s, or decode workers give long prompts up.",
+        "shorter ones go first, the more so the shorter they are. 0: in order of arrival. On "
+        "prefill workers, the sum of this and router.max_expected_wait_s should be at most "
+        "transfer.chunk_s; else decode workers give up long prompts.",
         at_least=0,
     )
     heartbeat_s: float = option(0.5, "Period of heartbeats to a router.", above=0)

@@ -79,7 +79,7 @@ class ThreadExecutor:
         self._closed = True
         self._calls.put(None)
         if not self._hangs:
-            # A call may begin to hang only now. Longer than TIMEOUT_MAX no thread can wait.
+            # A call may begin to hang only now. No thread can wait longer than TIMEOUT_MAX.
             self._thread.join(min(self._max_call_s, TIMEOUT_MAX))
 
     async def _run(self, work: Callable[[], Result]) -> Result:

@@ -42,7 +42,7 @@ def in_turn(prompts: Iterable[PromptT], *, now_s: float, max_overtaken_s: float)
     """Return prompts in the order in which they are computed.
 
     Args:
-        prompts: In any order, which remains that of equal ones.
+        prompts: In any order; equal ones keep theirs.
         now_s: The clock.
         max_overtaken_s: The wait after which a prompt goes first; 0: all go in order of arrival.
     """

@@ -293,8 +293,8 @@ def status(
     """Show workers, pages, hit rates and totals.
 
     With rates. On a terminal, show them live until Ctrl-C, also while the router does not answer.
-    Otherwise print one table with the rates of one second. Lines below it tell what does not answer
-    and why; the exit code is then 3. If no router answers, show what the controller knows.
+    Otherwise print one table with the rates of one second. Lines below it name what does not answer
+    and say why; the exit code is then 3. If no router answers, show what the controller knows.
     """
     with interrupts_end_at_once():
         from rich.console import Console

@@ -58,9 +58,9 @@ def status_table(
 
 
 def silences(status: ClusterStatus) -> list[str]:
-    """Say in a line each what a router's view lacks, and why; empty: everything answers.
+    """Return a line for each member that does not answer or is a misfit; empty: all answer.
 
-    An earlier start of a worker that answers is not missed.
+    An earlier start of a worker has none if its present one answers.
     """
     lines = []
     if status.controller_silence:
@@ -141,7 +141,7 @@ def status_json(status: ClusterStatus) -> str:
 
 
 def view_table(silent: RouterSilent) -> RenderableType:
-    """Draw a controller's view, as no router answers."""
+    """Draw what the controller knows, while no router answers."""
     table = _table({"worker": "left", "state": "left"})
     for name, state in sorted(silent.view.workers.items()):
         table.add_row(Text(name), Text(state, STATE_STYLES[state]))

@@ -175,7 +175,7 @@ def read_pem(files: PemFiles) -> Pem:
 
 
 def read_names(file: PemFile) -> tuple[str, ...]:
-    """Return the hosts in a certificate, without its key.
+    """Return the hosts that a certificate names; its key is not needed.
 
     Raises:
         PemError: The file cannot be read, or holds no certificate.
@@ -301,7 +301,7 @@ def _check_certificates(file: PemFile, content: bytes) -> None:
 
 
 def _text(content: bytes) -> str:
-    """Return a PEM file for `ssl`, which takes only ASCII, also of the comments beside the PEM."""
+    """Return a PEM file as text for `ssl`, which takes only ASCII, even in comments."""
     return content.decode("ascii", "backslashreplace")
 
 
@@ -346,7 +346,7 @@ def _shown_alone(files: PemFiles, certificate: bytes, key: bytes) -> dict[str, A
 
 
 def _hosts(shown: Any) -> tuple[str, ...]:
-    """Return the hosts in a certificate's content, not its other names, such as URIs."""
+    """Return the hosts among the names of a decoded certificate, without others such as URIs."""
     names = shown.get("subjectAltName", ())
     return tuple(name for kind, name in names if kind in ("DNS", "IP Address"))
 
