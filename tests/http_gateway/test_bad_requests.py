@@ -516,15 +516,17 @@ def test_more_connections_than_allowed_are_refused_and_the_others_go_on(address)
 
 
 def test_a_client_that_sends_nothing_more_is_taken_for_gone(address, worker):
-    cancelled = len(worker.cancels)
+    submitted, cancelled = len(worker.submits), len(worker.cancels)
     body = json.dumps({"messages": [{"role": "user", "content": SONG * 3}]})
+    deadline = time.monotonic() + 20
     with socket.create_connection(address, timeout=5) as connection:
         connection.sendall(request(CHAT, body))
-        time.sleep(0.1)
+        while len(worker.submits) == submitted:
+            assert time.monotonic() < deadline, "its request does not reach the worker"
+            time.sleep(0.01)
         connection.shutdown(socket.SHUT_WR)
 
         assert is_closed(connection, within_s=10)
-    deadline = time.monotonic() + 10
     while len(worker.cancels) == cancelled:
         assert time.monotonic() < deadline, "its request is not cancelled"
         time.sleep(0.01)
