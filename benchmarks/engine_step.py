@@ -81,6 +81,7 @@ PROMPTS = (
     *((1, context) for context in (1023, 8191, 32_767)),
     *((tokens, 0) for tokens in (16, 64, 128, 256, 384, 512, 640, 768, 1024, 2048)),
     (256, 8192),
+    (2048, 30_720),
 )
 
 # Sequences of 1,024 tokens that decode, and prompt tokens after 1,024 others

@@ -9,7 +9,12 @@ ttft/...            `first` and `last` are the requests of a wave whose first to
                     last, of a single one `last`. Their times begin at the wave's first call, and
                     are medians over waves, of the whole and of each part; `rest_ms` is what the
                     medians of the parts leave of that of the whole. `ms` is the time to the last
-                    first token with traces, `untraced_ms` that without.
+                    first token with traces, `untraced_ms` that without. Where pages move,
+                    `pages_after_passes_ms` and `pages_after_token_ms` are the times from the end of
+                    a request's passes, and from its first token at the decode worker, until all of
+                    its pages are there; medians over requests.
+moved/N             the same for a prompt of N tokens that the prefill worker holds, of which all
+                    pages move each time, as in benchmarks.disaggregation.
 mixed/512           `engines` has the time of each engine in steps of each kind, and without a step,
                     from the first call to the last token, without traces. `ms` is that time, and
                     `traced_ms` that with traces.
@@ -24,8 +29,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.case_runs import CaseFailed, Clock, Run, run_chosen, selected
-from benchmarks.first_token_path import Trace, UnclearPath, median_parts, parts_ms
+from benchmarks.altered_workers import Alteration
+from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_chosen, selected
+from benchmarks.first_token_path import Trace, UnclearPath, median_parts, pages_ms, parts_ms
 from benchmarks.prompts import MIX_REQUESTS, StreamSpec, wave
 from benchmarks.run_arguments import (
     arguments,
@@ -35,6 +41,7 @@ from benchmarks.run_arguments import (
 from benchmarks.serving_matrix import (
     CACHED,
     CACHED_TOKENS,
+    DISAGGREGATED,
     FIRST_TOKENS,
     cases_of,
     check_fresh,
@@ -54,6 +61,8 @@ from benchmarks.stream_statistics import (
 from pagewire import WorkerStatus
 
 WAVES = 3  # of each kind, for each repeat of a case
+MOVED = (64, 32_768)  # tokens
+ALL_MOVE = "1+1, all move"
 HEARTBEAT_S = 30.0  # a heartbeat comes at most so late
 STEPS = ("prompt", "decode", "mixed")  # kinds of steps, as in WorkerStatus
 
@@ -85,6 +94,18 @@ def cached(streams: int, collector: SpanCollector, run: Run) -> Row:
     if work["hit_tokens"] < least:
         raise CaseFailed(f"cached prompts found {work['hit_tokens']} tokens, not {least}")
     return row | {"streams": count, "own_tokens": length} | work
+
+
+def moved(length: int, collector: SpanCollector, run: Run) -> Row:
+    """Take the first token of a prompt apart whose pages all move again each time."""
+    length = run.sizes.tokens(length) or run.cluster.model.page_size
+    specs = wave(run.seeds, 1, unique=length)
+    run.wave(specs)
+    row, work = _first_tokens(lambda: specs, collector, run)
+    pages = work["requests"] * -(-length // run.cluster.model.page_size)
+    if work["pages_moved"] != pages:
+        raise CaseFailed(f"{work['pages_moved']} pages moved, not {pages}")
+    return row | {"streams": 1, "own_tokens": length} | work
 
 
 def mixed(run: Run) -> Row:
@@ -135,7 +156,8 @@ def _first_tokens(
     trace_ids = [each.traceparent[3:35] for sent, _ in traced for each in sent]
     try:
         traces = iter(collector.take(trace_ids))
-        found = [_ends(records, [next(traces) for _ in sent]) for sent, records in traced]
+        waves = [(records, [next(traces) for _ in sent]) for sent, records in traced]
+        found = [_ends(*each) for each in waves]
     except (SpansMissing, UnclearPath) as error:
         raise CaseFailed(str(error)) from error
     firsts, lasts = zip(*found, strict=True)
@@ -149,6 +171,9 @@ def _first_tokens(
     if len(trace_ids) > len(traced):
         row["first"] = median_parts(firsts)
     row["last"] = median_parts(lasts)
+    waits = [ms for _, found in waves for trace in found if (ms := pages_ms(trace))]
+    for name in waits[0] if waits else ():
+        row[name] = round(percentile([each[name] for each in waits], 50), 3)
     return row, work
 
 
@@ -200,13 +225,19 @@ def main() -> None:
     """Run from the command line."""
     options = arguments(__doc__).parse_args()
     with span_collector() as collector:
-        measured = measured_cases(collector)
-        chosen = selected([*measured, *(f"aggregated/{name}" for name in measured)], options.cases)
+        cases = cases_of(measured_cases(collector))
+        cases += [
+            Case(name=f"moved/{n}", cluster=ALL_MOVE, measure=partial(moved, n, collector))
+            for n in MOVED
+        ]
+        chosen = selected([case.name for case in cases], options.cases)
         if options.list:
             print("\n".join(chosen))
             return
         end_in_order()
         specs = clusters_of(options)
+        all_move = Alteration(moves_again=True, scatters_pages=True)
+        specs[ALL_MOVE] = replace(specs[DISAGGREGATED], altered=all_move)
         # Without the collector's port, another one in each run.
         results = results_of(options, "first_token_parts", specs)
         traced = {
@@ -215,7 +246,7 @@ def main() -> None:
         }
         run_chosen(
             chosen,
-            cases_of(measured),
+            cases,
             traced,
             results,
             options=options,

@@ -47,6 +47,7 @@ class Span:
     """What is needed of a span."""
 
     began_ns: int
+    ended_ns: int
     events: Mapping[str, Event]
 
 
@@ -89,6 +90,20 @@ def parts_ms(trace: Trace, *, called_ns: int, token_ns: int) -> dict[str, float]
     return {
         name: (after - before) / 1e6
         for name, (before, after) in zip(names, pairwise(marks), strict=True)
+    }
+
+
+def pages_ms(trace: Trace) -> dict[str, float]:
+    """Return when the decode worker had all pages, ms: after the passes, after the first token.
+
+    Empty for a prompt that the decode worker computed itself.
+    """
+    if "receive" not in trace:
+        return {}
+    [prefill], [receive] = trace["prefill"], trace["receive"]
+    return {
+        "pages_after_passes_ms": (receive.ended_ns - prefill.events["computed"].at_ns) / 1e6,
+        "pages_after_token_ms": (receive.ended_ns - receive.events["first_token"].at_ns) / 1e6,
     }
 
 

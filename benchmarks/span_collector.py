@@ -98,6 +98,7 @@ def span_collector() -> Iterator[SpanCollector]:
 def _read(span: Any) -> Span:
     return Span(
         began_ns=span.start_time_unix_nano,
+        ended_ns=span.end_time_unix_nano,
         events={
             event.name: Event(at_ns=event.time_unix_nano, passes_ms=_passes_ms(event))
             for event in span.events

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.case_runs import Clock, Run
+from benchmarks.case_runs import CaseFailed, Clock, Run
 from benchmarks.checkpoint_shapes import SHAPES
 from benchmarks.client_processes import ClientProcesses
-from benchmarks.first_token_parts import cached, engine_time, mixed, new
+from benchmarks.first_token_parts import cached, engine_time, mixed, moved, new
 from benchmarks.first_token_path import LOCAL, REMOTE
 from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.run_arguments import Sizes
@@ -70,6 +70,10 @@ def test_parts_of_a_cluster_add_up_to_what_its_clients_saw(
         assert row["first"]["ms"] <= row["last"]["ms"]
         assert row["last"]["ms"] == pytest.approx(row["ms"], abs=0.5)
         assert row["untraced_min_ms"] <= row["untraced_ms"] <= row["untraced_max_ms"]
+        assert ("pages_after_passes_ms" in row) == (num_prefill > 0)
+    if num_prefill:  # the token leaves the prefill worker after the passes
+        assert rows["new"]["pages_after_passes_ms"] > rows["new"]["pages_after_token_ms"]
+        assert "pages moved, not" in rows["moved"]["refusal"], "this cluster moves nothing again"
     engines = rows["mixed"]["engines"]
     assert len(engines) == num_prefill + 1
     assert engines["decode-0"]["decode_ms"] > 0
@@ -97,8 +101,13 @@ async def measure_all(
         )
         with ClientProcesses(1) as clients:
             run = Run(cluster, clients, SIZES, Clock(100.0, seed=1))
-            return {
+            rows = {
                 "new": await asyncio.to_thread(new, 32, 512, collector, run),
                 "cached": await asyncio.to_thread(cached, 32, collector, run),
                 "mixed": await asyncio.to_thread(mixed, run),
             }
+            if num_prefill:
+                with pytest.raises(CaseFailed) as refused:
+                    await asyncio.to_thread(moved, 512, collector, run)
+                rows["moved"] = {"refusal": str(refused.value)}
+            return rows

@@ -15,25 +15,26 @@ from benchmarks.first_token_path import (
     UnclearPath,
     is_whole,
     median_parts,
+    pages_ms,
     parts_ms,
 )
 
 MS = 1_000_000
 
 
-def span(began_ms: int, **events: tuple[int, float]) -> list[Span]:
+def span(began_ms: int, ended_ms: int = 190, **events: tuple[int, float]) -> list[Span]:
     found: Mapping[str, Event] = {
         name: Event(at_ns=at_ms * MS, passes_ms=passes_ms)
         for name, (at_ms, passes_ms) in events.items()
     }
-    return [Span(began_ns=began_ms * MS, events=found)]
+    return [Span(began_ns=began_ms * MS, ended_ns=ended_ms * MS, events=found)]
 
 
 REMOTE: Trace = {
     "generate": span(101, admitted=(102, 0), first_token=(180, 0)),
     "attempt": span(103),
     "decode": span(106, begun=(109, 0), first_token=(172, 0)),
-    "receive": span(110, first_token=(171, 0)),
+    "receive": span(110, 174, first_token=(171, 0)),
     "prefill": span(115, computed=(165, 30.5)),
 }
 LOCAL: Trace = {
@@ -86,6 +87,11 @@ def test_a_trace_is_whole_when_each_process_has_sent_its_spans(missing: str) -> 
     # Without `receive` it is that of a prompt which the decode worker computes.
     left = {name: spans for name, spans in REMOTE.items() if name != missing}
     assert is_whole(left) is (missing == "receive")
+
+
+def test_pages_come_later_than_passes_and_first_token_by_what_is_not_hidden() -> None:
+    assert pages_ms(REMOTE) == {"pages_after_passes_ms": 9, "pages_after_token_ms": 3}
+    assert pages_ms(LOCAL) == {}
 
 
 def test_what_medians_of_parts_leave_of_the_median_of_the_whole_is_the_rest() -> None:
