@@ -317,8 +317,9 @@ def first_token_parts() -> str:
         return parts["passes"], waiting, sum(parts.values()) - parts["passes"] - waiting
 
     def name_of(case: str) -> str:
-        arm, _, name = case.replace("-cached-at-once", " cached").partition("ttft/")
-        return f"{name}, 0 + 1" if arm else name
+        name = case.removeprefix("aggregated/").removeprefix("ttft/")
+        name = name.replace("-cached-at-once", " cached").replace("moved/", "all move, ")
+        return f"{name}, 0 + 1" if case.startswith("aggregated/") else name
 
     values = [
         (name_of(case), sums(row["last"]["parts_ms"]))

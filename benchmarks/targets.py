@@ -16,12 +16,12 @@ from benchmarks.stream_statistics import Row
 RESULTS = Path(__file__).parent / "results"
 SERVING_FILE = "serving-matrix-h200-x2.json"
 MIX_FILE = "mixed-h200-x2.json"  # newer
-FIRST_TOKENS_FILE = "first-tokens-h100-x4.json"  # newer; both GPUs compute equally fast
+FIRST_TOKENS_FILE = "first-tokens-h100-x2.json"  # newer; both GPUs compute equally fast
 STARTS_FILE = "ready-h100-x2.json"
 KILLS_FILE = "kills-nccl-h100-x2.json"
 MEMORY_FILE = "kills-nccl-memory-h100-x2.json"
 TRANSFERS_FILE = "transfers-h200-x2.json"
-HIDDEN_TOKENS = (4096, 8192, 16_384, 32_768)
+HIDDEN_TOKENS = (8192, 16_384, 32_768)  # from four passes of a prefill worker on
 
 Figure = tuple[str, float, float, str, bool]  # fields of Outcome but for the file
 
@@ -111,7 +111,7 @@ def _transfers(file: str) -> Iterator[Outcome]:
             True,
         ),
         ("a transfer's share of their first token", 5, 100 * longest["share"], "%", False),
-        ("of it hidden, least of 4,096 to 32,768 tokens", 80, 100 * least_hidden, "%", True),
+        ("of it hidden, least of 8,192 to 32,768 tokens", 80, 100 * least_hidden, "%", True),
     )
     return _outcomes(file, figures)
 
