@@ -32,6 +32,7 @@ STOPPING_S = 35
 # The annotation in which Multus, for instance, finds the further networks of a pod.
 NETWORKS = "k8s.v1.cni.cncf.io/networks"
 DNS_PORT = 53
+WORKERS_FROM_ROUTERS = "workers-from-routers"  # a policy of components/routers
 REPLICAS = {"replicas": 0, "minReplicas": 0, "maxReplicas": 2**31 - 1}  # where a group has none
 # Section |-> its fields in kustomize 5. Kustomize itself checks those of other sections.
 _GENERATOR = "name namespace behavior files literals envs env options"
@@ -155,6 +156,7 @@ def rendered_faults(overlay: Path, kubectl: str) -> Iterator[str]:
         yield from _unlike_the_pods(config, cluster)
         yield from _missing_interfaces(config, cluster)
         yield from _traces_kept_in(config, cluster, objects)
+    yield from _closed_to_routers(config, objects)
     yield from _names_of_others(objects)
 
 
@@ -352,6 +354,18 @@ def _traces_kept_in(config: ClusterConfig, cluster: Any, objects: list[Any]) -> 
             return
 
 
+def _closed_to_routers(config: ClusterConfig, objects: list[Any]) -> Iterator[str]:
+    """Yield port_range if separate routers do not reach the workers' ports by their policies."""
+    for each in objects:
+        if each["kind"] == "NetworkPolicy" and each["metadata"]["name"] == WORKERS_FROM_ROUTERS:
+            ports = each["spec"]["ingress"][0]["ports"][0]
+            if (allowed := f"{ports['port']}-{ports['endPort']}") != config.port_range:
+                yield (
+                    f"cluster.yaml: port_range: found {config.port_range!r}; allowed: {allowed!r}, "
+                    "as the network policies of components/routers have it"
+                )
+
+
 def _limits_egress(policy: Any) -> bool:
     return "Egress" in policy["policyTypes"] if "policyTypes" in policy else "egress" in policy
 
@@ -367,7 +381,16 @@ def _leads_out(rule: Any, labels: dict[str, str]) -> bool:
 
 
 def _selects(selector: Any, labels: dict[str, str]) -> bool:
-    return labels.items() >= selector.get("matchLabels", {}).items()
+    return labels.items() >= selector.get("matchLabels", {}).items() and all(
+        _meets(each, labels) for each in selector.get("matchExpressions", [])
+    )
+
+
+def _meets(condition: Any, labels: dict[str, str]) -> bool:
+    key, operator = condition["key"], condition["operator"]
+    if operator in ("Exists", "DoesNotExist"):
+        return (key in labels) == (operator == "Exists")
+    return (labels.get(key) in condition["values"]) == (operator == "In")
 
 
 def _ports(pods: Iterable[Any]) -> dict[str, int]:

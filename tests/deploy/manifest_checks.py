@@ -36,6 +36,7 @@ GPU = "nvidia.com/gpu"
 RDMA, NETWORKS = "rdma/hca_shared_devices_a", "k8s.v1.cni.cncf.io/networks"
 API_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
 POOLS = ("prefill", "decode")
+IS_IN = {"In": True, "NotIn": False}  # of selectors
 GCS_PORT = 6379
 STOP_SPARE_S = 10.0  # for Python to start, and Ray to end
 # Restricted, which the namespace enforces: https://kubernetes.io/docs/concepts/security/pod-security-standards/
@@ -160,12 +161,14 @@ class Overlay:
         """Return the pods that labels select."""
         conditions = selector.get("matchExpressions", [])
         wanted = selector.get("matchLabels", {} if conditions else selector).items()
-        assert all(each["operator"] == "In" for each in conditions)
         return [
             pod
             for pod in self.all_pods
             if wanted <= pod.labels.items()
-            and all(pod.labels.get(each["key"]) in each["values"] for each in conditions)
+            and all(
+                (pod.labels.get(each["key"]) in each["values"]) is IS_IN[each["operator"]]
+                for each in conditions
+            )
         ]
 
 
@@ -846,11 +849,18 @@ def _peer(peer: dict[str, Any]) -> str:
         for kind, selector in sorted(peer.items())
         for key, value in sorted(selector["matchLabels"].items())
     ]
+    labels += [
+        f"{'' if IS_IN[each['operator']] else 'not '}{each['key']}={'/'.join(each['values'])}"
+        for selector in peer.values()
+        for each in selector.get("matchExpressions", [])
+    ]
     return " and ".join(labels)
 
 
 def expected_flows(policies: dict[str, Any]) -> set[tuple[str, str, str, str]]:
     own = "pod app.kubernetes.io/name=pagewire"
+    of_ray = f"{own} and not {COMPONENT}=router"
+    head, router = (f"pod {COMPONENT}={each} and {own}" for each in ("head", "router"))
     dns = "namespace kubernetes.io/metadata.name=kube-system and pod k8s-app=kube-dns"
     clients = "TCP:grpc,TCP:http"
     prometheus = (
@@ -858,8 +868,8 @@ def expected_flows(policies: dict[str, Any]) -> set[tuple[str, str, str, str]]:
     )
     flows = {
         ("names", "egress", dns, "UDP:53,TCP:53"),
-        ("within-the-cluster", "ingress", own, "TCP:1-65535"),
-        ("within-the-cluster", "egress", own, "TCP:1-65535"),
+        ("within-the-cluster", "ingress", of_ray, "TCP:1-65535"),
+        ("within-the-cluster", "egress", of_ray, "TCP:1-65535"),
         ("clients", "ingress", "pod pagewire-client=true", clients),
         ("clients", "ingress", "namespace pagewire-client=true", clients),
     }
@@ -881,12 +891,11 @@ def expected_flows(policies: dict[str, Any]) -> set[tuple[str, str, str, str]]:
             "namespace kubernetes.io/metadata.name=gateway-system",
             "TCP:grpc",
         ),
-        (
-            "redis",
-            "ingress",
-            "pod app.kubernetes.io/component=head and " + own,
-            "TCP:redis",
-        ),
+        ("routers", "egress", head, "TCP:controller"),
+        ("routers", "egress", f"{own} and not {COMPONENT}=head/router", "TCP:20000-20099"),
+        ("controller-from-routers", "ingress", router, "TCP:controller"),
+        ("workers-from-routers", "ingress", router, "TCP:20000-20099"),
+        ("redis", "ingress", head, "TCP:redis"),
         ("head-to-redis", "egress", "pod app.kubernetes.io/name=pagewire-redis", "TCP:redis"),
         ("fetch-model", "egress", "0.0.0.0/0", "TCP:443"),
         ("autoscaler", "egress", "0.0.0.0/0", "TCP:443,TCP:6443"),

@@ -65,7 +65,7 @@ def test_our_overlays_can_be_applied(name, capsys):
             CONFIG,
             "stop_grace_s",
             "stop_grase_s",
-            "cluster.yaml, line 17: stop_grase_s: found an un",
+            "cluster.yaml, line 18: stop_grase_s: found an un",
         ),
         (CONFIG, "decode: 4", "decode: 5", "decode: found 5 workers; allowed: 4, as many as the p"),
         (
@@ -76,6 +76,7 @@ def test_our_overlays_can_be_applied(name, capsys):
         ),
         (CONFIG, "http_port: 8000", "http_port: 1", "http_port: found 1; allowed: 8000, which is"),
         (CONFIG, "r_port: 50052", "r_port: 1", "controller_port: found 1; allowed: 50052, which"),
+        (CONFIG, "20000-20099", "20000-20098", "port_range: found '20000-20098'; allowed: '20000"),
         (CONFIG, "9401-9401", "9401-9402", "_ports: found '9401-9402'; allowed: '9401-9401', as"),
         (CONFIG, "0.0.0.0", "127.0.0.1", "host: found '127.0.0.1'; allowed: '0.0.0.0', because o"),
         (CONFIG, "host: 0.0.0.0\n", "", "host: found ''; allowed: '0.0.0.0', because other pods c"),
@@ -113,7 +114,7 @@ def test_our_overlays_can_be_applied(name, capsys):
             CONFIG,
             "log_format: json",
             "insecure: true",
-            "line 18: insecure: found true; allowed: fa",
+            "line 19: insecure: found true; allowed: fa",
         ),
         (
             KUSTOMIZATION,
@@ -204,7 +205,9 @@ def test_what_kubernetes_does_not_require_may_be_left_out(production):
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
 metadata: {name: own}
-spec: {podSelector: {}, ingress: [{}]}
+spec:
+  podSelector: {matchExpressions: [{key: app.kubernetes.io/name, operator: Exists}]}
+  ingress: [{}]
 """
     (production / "own.yaml").write_text(policy)
     removed = "".join(

@@ -46,7 +46,7 @@ DIFFERENCES = {
         CONFIG,
         r"(Deployment|HorizontalPodAutoscaler|PodDisruptionBudget|Service)/pagewire-router/.*",
         r"Service/(pagewire-controller/.*|pagewire-grpc/spec/selector/.*component)",
-        r"NetworkPolicy/router-clients/.*",
+        r"NetworkPolicy/(router-clients|routers|controller-from-routers|workers-from-routers)/.*",
         rf"{CLUSTER}/headGroupSpec/template/spec/containers/0/ports/3/.*",
         rf"{CLUSTER}/headGroupSpec/template/spec/containers/0/volumeMounts/[3-5]/.*",
         rf"{CLUSTER}/headGroupSpec/template/spec/containers/1/volumeMounts/[4-7]/.*",
@@ -503,6 +503,19 @@ FAULTS = [
     ("networks", drop("NetworkPolicy", "default-deny"), "there is no default-deny"),
     ("networks", take(clients, "ingress", 0, "from"), "open to everybody"),
     ("networks", drop("NetworkPolicy", "names"), "names egress"),
+    (
+        "networks",
+        take(
+            lambda o: spec(o, "NetworkPolicy", "within-the-cluster"),
+            "egress",
+            0,
+            "to",
+            0,
+            "podSelector",
+            "matchExpressions",
+        ),
+        "within-the-cluster egress pod app.kubernetes.io/name=pagewire TCP:1-65535 is new",
+    ),
     (
         "networks",
         put(clients, [{"podSelector": {"matchLabels": {"a": "b"}}}], "ingress", 0, "from"),
