@@ -336,7 +336,7 @@ def violations(seed: int) -> list[str]:
     "seed",
     [
         *(
-            pytest.param(seed, marks=pytest.mark.thorough if seed >= 2 else ())
+            pytest.param(seed, marks=pytest.mark.thorough if seed >= 1 else ())
             for seed in range(30)
         ),
         5138,  # all callers but the last one leave early

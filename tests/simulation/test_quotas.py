@@ -95,9 +95,12 @@ def prefill_workers_hear_of_no_share(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "plant",
     [
-        quotas_bound_nothing,
         prefill_workers_hear_of_no_share,
-        *rarely(who_used_it_longest_ago_goes_first, decode_workers_hear_of_no_share),
+        *rarely(
+            quotas_bound_nothing,
+            who_used_it_longest_ago_goes_first,
+            decode_workers_hear_of_no_share,
+        ),
     ],
     ids=lambda plant: plant.__name__,
 )

@@ -14,7 +14,7 @@ from decode_worker.config import DecodeConfig
 from tests.support.scenario import DAMAGES, make_scenario, with_crowd, with_toxin
 from tests.support.simulator import RunResult, explain, simulate
 
-FEW = 7  # seeds of a family in each run
+FEW = 5  # seeds of a family in each run
 BLOCK = 25  # seeds in one test of the rest
 MAX_REQUEST_FAILURES = DecodeConfig().max_request_failures
 
