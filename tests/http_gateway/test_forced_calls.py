@@ -109,7 +109,7 @@ def made(message: Any) -> list[tuple[str, str]]:
 
 def test_an_answer_that_must_call_consists_of_calls(client: OpenAI) -> None:
     seen = set()
-    for _ in range(20):
+    for _ in range(10):
         [choice] = client.chat.completions.create(**ask(tool_choice="required")).choices
 
         check(made(choice.message))

@@ -33,7 +33,7 @@ from tests.support.fake_workers import FakeWorkers
 
 POOLS = {"prefill-0": "prefill", "decode-0": "decode"}
 PAGE_SIZE = 4
-STEP_S = 0.005  # so that a song takes a while, and the host does other things, too
+STEP_S = 0.02  # so that a song takes a while, and the host does other things, too
 SONG_TOKENS = 50
 LONGEST_PAUSE_S = 1.0
 
