@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def worker(folder):
-    return parrot(folder)
+    return parrot(folder, token_s=0.004)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def test_an_endpoint_that_is_not_there_does_not_read_what_comes(address):
 def test_a_request_beyond_what_the_router_reads_is_refused_and_ends_no_other(folder):
     # 8 MiB for what is no prompt; see RouterConfig.max_request_bytes.
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    router = real_router(parrot(folder), folder, max_prompt_chars=1000)
+    router = real_router(parrot(folder, token_s=0.004), folder, max_prompt_chars=1000)
     with gateway(lambda: router) as served, singing(served):
         for body in (
             {"prompt": "x" * 9 * 2**20},
