@@ -72,8 +72,8 @@ def running(*arguments: str) -> Iterator[str]:
         yield line
     finally:
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output.splitlines()[-1]) == (0, "stopped"), errors
     assert "PRIVATE KEY" not in errors
 
 
