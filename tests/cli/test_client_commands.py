@@ -123,8 +123,8 @@ def test_generate_prints_the_text_and_accounts_for_it_apart():
     ("command", "text", "offset", "answered"),
     [
         (("generate", "-"), b"caf\xe9", 3, b""),
-        (("chat",), b"caf\xe9\n", 3, b""),
         (("chat",), "größe\n".encode() + b"caf\xe9\n", 11, "echo größe\n".encode()),
+        *rarely((("chat",), b"caf\xe9\n", 3, b"")),
     ],
 )
 @pytest.mark.parametrize("errors", ["strict", *rarely("surrogateescape")])  # as locales have it
@@ -566,9 +566,9 @@ def test_a_closed_output_is_told_before_anything_is_asked():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--once",), ("decode-0", "ready", "6/10", "75%")),
         ((), ("decode-0", "ready", "6/10", "75%")),  # nobody would see a live one
         (("--once", "--wide"), ("h:1", "0000000000000007", "6/10", "75%")),
+        *rarely((("--once",), ("decode-0", "ready", "6/10", "75%"))),
     ],
 )
 def test_status_prints_one_table_and_rates(flags, words):
