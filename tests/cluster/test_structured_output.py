@@ -58,18 +58,18 @@ def test_each_kind_of_form_is_kept_beside_answers_without_one(demo: Path) -> Non
             {"choice": ["yes", "no", "per haps"]},
             {"grammar": 'root ::= "x" y*\ny ::= "," [0-9]'},
         ]
-        tasks = [ask(each, seed) for each in asked for seed in range(3)]
+        tasks = [ask(each, seed) for each in asked for seed in range(2)]
         beside = client.generate("the sea", seed=1, max_tokens=40, ignore_eos=True)
         *found, again = await asyncio.gather(*tasks, beside)
 
         assert again.token_ids == plain.token_ids
         assert again.text == plain.text
         ended = [each for each in found if each.finish_reason == "stop"]
-        assert len(ended) >= 9
-        for each in found[0:3]:
+        assert len(ended) >= 6
+        for each in found[0:2]:
             if each.finish_reason == "stop":
                 jsonschema.validate(json.loads(each.text), SCHEMA)
-        for each in found[9:12]:
+        for each in found[6:8]:
             assert each.text in ("yes", "no", "per haps")
             assert each.finish_reason == "stop"
         assert all(each.usage.pages_moved > 0 for each in found), "none was prefilled elsewhere"
