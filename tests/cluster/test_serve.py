@@ -85,7 +85,10 @@ def test_the_waves_of_the_demo_pass_with_real_engines(monkeypatch):
 
     async def scenario():
         sizes = {"num_prefill": 1, "num_decode": 1, "page_size": 16, "num_pages": 512}
-        async with in_process_cluster(demo_model_dir(), has_text=True, **sizes) as client:
+        # As if the model were large: on a busy host passes take as long.
+        async with in_process_cluster(
+            demo_model_dir(), has_text=True, is_large=True, **sizes
+        ) as client:
             await run_demo(client.address, None, Console(file=shown, width=140))
 
     asyncio.run(scenario())
