@@ -138,7 +138,12 @@ class RouterConfig:
     resume_wait_s: float = option(
         30.0, "How long a resumed request waits for a decode worker.", at_least=0
     )
-    max_resumptions: int = option(3, "Most attempts after the first.", at_least=0)
+    max_resumptions: int = option(
+        3,
+        "How often a request may lose its worker and continue. A worker that leaves as planned "
+        "does not count.",
+        at_least=0,
+    )
 
     # Policy (see router/policy.py)
     max_prefill_candidates: int = option(

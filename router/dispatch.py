@@ -215,12 +215,14 @@ class Dispatcher:
             if failed is not None:
                 if generation.num_tokens > num_tokens:
                     num_tokens, patience_ends_at = generation.num_tokens, None
-                if not failed.is_overload:
-                    num_lost += 1
-                elif patience_ends_at is None:
+                if failed.is_overload and patience_ends_at is None:
                     patience_ends_at = asyncio.get_running_loop().time()
                     patience_ends_at += self._config.resume_wait_s
-                refused.add(generation.decode_workers[-1])
+                # Each start of a worker hands a request over at most once: when it leaves, it gets
+                # no new work.
+                if not failed.is_hand_over:
+                    refused.add(generation.decode_workers[-1])
+                    num_lost += not failed.is_overload
                 self._check_may_go_on(generation, failed, refused, num_lost, patience_ends_at)
                 self._note_failed(generation, failed)
             placement = await self._place(generation, refused)

@@ -171,10 +171,18 @@ class RenderingTooLong(ChatTemplateError):
 class AttemptFailed(Exception):
     """The worker, the session or the stream of deltas failed; the request can go on elsewhere."""
 
-    def __init__(self, reason: str, *, is_refusal: bool = False, is_overload: bool = False) -> None:
+    def __init__(
+        self,
+        reason: str,
+        *,
+        is_refusal: bool = False,
+        is_overload: bool = False,
+        is_hand_over: bool = False,
+    ) -> None:
         super().__init__(reason)
         self.is_refusal = is_refusal  # the worker itself refused
         self.is_overload = is_overload  # because it is healthy but takes no more requests
+        self.is_hand_over = is_hand_over  # because it leaves as planned
 
 
 class WrongDelta(Exception):

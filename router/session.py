@@ -151,14 +151,25 @@ class Stream:
         self._is_gathering = True
         self._pacer.call_at(self._due_at, self._on_ready)
 
-    def on_failure(self, failure: Failure) -> None:
-        """End the attempt because the worker reports its end, unless that is stale."""
+    def on_failure(self, failure: Failure, *, is_leaving: bool) -> None:
+        """End the attempt because the worker reports its end, unless that is stale.
+
+        Args:
+            failure: The report.
+            is_leaving: The membership says that the worker leaves. What the worker itself says is
+                no proof: one whose engine fails also stops.
+        """
         if not self.generation.fail_attempt(failure.attempt):
             return
         self.generation.failed_passes = failure.failed_passes
         if failure.code in _RETRYABLE:
             has_computed = failure.code == _ABORTED  # a pass failed
-            self.end_attempt(AttemptFailed(failure.message, is_refusal=not has_computed))
+            is_hand_over = is_leaving and failure.code == _UNAVAILABLE
+            self.end_attempt(
+                AttemptFailed(
+                    failure.message, is_refusal=not has_computed, is_hand_over=is_hand_over
+                )
+            )
         elif failure.code == _RESOURCE_EXHAUSTED:
             self.end_attempt(AttemptFailed(failure.message, is_refusal=True, is_overload=True))
         else:
@@ -280,7 +291,8 @@ class Session:
                     _crash(found)
         for each in message.failures:
             if found := self.streams.get(each.request_id):
-                found.on_failure(wire.failure(each))
+                is_leaving = self.worker.member.is_draining
+                found.on_failure(wire.failure(each), is_leaving=is_leaving)
 
     def _end_unknown(self, numbers: Sequence[int], token_ids: Sequence[int]) -> None:
         """End the attempts of choices for which a token came that the model does not have."""

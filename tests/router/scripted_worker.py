@@ -140,6 +140,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
     max_choices: int = 64
     heartbeat: dict[str, Any] = field(default_factory=dict)  # fields of the next ones
     is_silent: bool = False
+    is_leaving: bool = False  # as the membership says
     steps: int = 0
     num_messages: int = 0  # of sessions, but for the first of each
     submits: list[worker_pb2.SubmitRequest] = field(default_factory=list)
@@ -163,6 +164,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
             address=self.address,
             pool=self.pool,
             contract_version=self.contract_version,
+            is_draining=self.is_leaving,
         )
 
     @property

@@ -627,6 +627,93 @@ def test_a_request_is_given_up_after_three_resumptions(code: grpc.StatusCode) ->
     run_virtual(main())
 
 
+async def _hand_over(session: Session, submit: Submit) -> None:
+    session.fail(submit, grpc.StatusCode.UNAVAILABLE)
+
+
+async def _fail_a_pass(session: Session, submit: Submit) -> None:
+    session.fail(submit, grpc.StatusCode.ABORTED)
+
+
+async def _break_off(session: Session, submit: Submit) -> None:
+    session.end()
+
+
+@pytest.mark.parametrize(
+    ("who_says_so", "end_it", "num_attempts"),
+    [
+        ("membership", _hand_over, 6),
+        ("membership", _fail_a_pass, 4),
+        ("membership", _break_off, 4),
+        ("worker", _hand_over, 4),  # as one whose engine fails
+    ],
+)
+def test_only_what_workers_hand_over_when_they_leave_counts_as_no_loss(
+    who_says_so: str, end_it: Serve, num_attempts: int
+) -> None:
+    async def main() -> None:
+        async def leave(session: Session, submit: Submit) -> None:
+            if submit.attempt == 5:
+                await honest(session, submit)
+                return
+            worker = session.worker
+            session.send(delta(submit, 0, submit.attempt))
+            worker.heartbeat["draining"] = True
+            worker.is_leaving = who_says_so == "membership"
+            await tested.announce()
+            await wait_until(lambda: tested.state(worker.worker_id) == "DRAINING")
+            await end_it(session, submit)
+
+        workers = [ScriptedWorker(f"decode-{i}", serve=leave) for i in range(6)]
+        tested: RouterUnderTest
+        async with running_router(*workers) as tested:
+            answer = await tested.generate()
+
+            attempts = sorted(each.attempt for worker in workers for each in worker.submits)
+            assert attempts == list(range(num_attempts))
+            if num_attempts == 6:
+                assert answer.token_ids() == tokens(0, 10)
+                assert answer.usage.stats.resumptions == 5
+            else:
+                assert answer.error is not None
+                assert answer.error.code() is grpc.StatusCode.ABORTED
+                assert answer.token_ids() == tokens(0, 4)
+
+    run_virtual(main())
+
+
+def test_a_worker_that_has_restarted_as_planned_is_as_good_as_any_other() -> None:
+    """In a restart of all workers it is the one that does not stop again."""
+
+    async def main() -> None:
+        async def stop(session: Session, submit: Submit) -> None:
+            session.worker.is_leaving = True
+            await tested.announce()
+            await _hand_over(session, submit)
+
+        async def restart(session: Session, submit: Submit) -> None:
+            await stop(session, submit)
+            await wait_until(lambda: bool(second.submits))
+            await tested.add(ScriptedWorker("decode-0", incarnation=2))
+            has_restarted.set()
+
+        async def stop_later(session: Session, submit: Submit) -> None:
+            await has_restarted.wait()
+            await stop(session, submit)
+
+        has_restarted = asyncio.Event()
+        first = ScriptedWorker("decode-0", serve=restart)
+        second = ScriptedWorker("decode-1", serve=stop_later, heartbeat={"running": 10})
+        third = ScriptedWorker("decode-2", heartbeat={"running": 50})
+        tested: RouterUnderTest
+        async with running_router(first, second, third) as tested:
+            answer = await tested.generate()
+
+            assert list(answer.usage.decode_workers) == ["decode-0", "decode-1", "decode-0"]
+
+    run_virtual(main())
+
+
 def test_the_next_worker_learns_of_the_passes_that_failed() -> None:
     async def main() -> None:
         failed_passes = iter([1, 0])

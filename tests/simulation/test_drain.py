@@ -7,10 +7,10 @@ import pytest
 
 from llm_engine.sampling import SamplingParams
 from tests.simulation.test_scenarios import PAGE, assert_right, request, tokens
-from tests.support.fake_cluster import FakeCluster, FakeWorker
-from tests.support.history import RequestHistory
-from tests.support.oracle import RequestSpec
-from tests.support.scenario import ClusterShape
+from tests.support.fake_cluster import MODEL, FakeCluster, FakeWorker
+from tests.support.history import RequestHistory, check_history
+from tests.support.oracle import RequestSpec, expected_choices
+from tests.support.scenario import MAX_CONTEXT_TOKENS, ClusterShape
 from tests.support.simulator import in_cluster
 from tests.support.virtual_time import wait_until
 
@@ -124,3 +124,36 @@ def test_workers_that_leave_and_come_back_under_load_fail_no_request(seed: int) 
             assert_empty(each)
 
     in_cluster(FakeCluster(shape=TWO_AND_TWO, seed=seed), body)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_stream_outlasts_any_number_of_workers_that_stop_in_order(comes_back: bool) -> None:
+    """Each time it is on the worker that stops next."""
+    num_stops = 6
+    shape = ClusterShape(num_decode=2 if comes_back else num_stops + 1, pass_s=0.05)
+    params = SamplingParams(temperature=0.9, seed=7, max_tokens=70, ignore_eos=True)
+    spec = request("r0", 20, params=params)
+
+    async def body(cluster: FakeCluster) -> None:
+        def serving() -> list[str]:
+            decode_workers = [name for name in cluster.workers if name.startswith("decode")]
+            return [
+                name for name in decode_workers if cluster.workers[name].worker.status().running
+            ]
+
+        client = asyncio.create_task(cluster.generate(spec))
+        for _ in range(num_stops):
+            await wait_until(lambda: serving() or client.done())
+            assert not client.done(), client.result().details
+            [worker_id] = serving()
+            assert_empty(await cluster.drain(worker_id, grace_s=0.1))
+            if comes_back:
+                await cluster.start_worker(worker_id)
+                await wait_until(cluster.all_are_ready)
+
+        history = await client
+        expected = expected_choices(spec, model=MODEL, max_context_tokens=MAX_CONTEXT_TOKENS)
+        assert check_history(history, expected, max_resumptions=num_stops) == []
+        assert history.usage.stats.resumptions == num_stops
+
+    in_cluster(FakeCluster(shape=shape), body)
