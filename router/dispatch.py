@@ -292,7 +292,11 @@ class Dispatcher:
         until = loop.time() + wait_s
         while True:
             while not self._registry.ready("decode"):
-                if not await self._registry.wait_changed(until):
+                has_hanging = self._registry.has_hanging("decode")
+                is_in_time = await self._registry.wait_changed(until)
+                if has_hanging:
+                    until = loop.time() + wait_s  # it has its own time limit, and then restarts
+                elif not is_in_time:
                     raise NoWorker(
                         f"no decode worker for {wait_s:g} s{self._registry.told_misfits('decode')};"
                         f" {_progress(generation)}"

@@ -6,7 +6,7 @@ Life of a worker's entry (one per incarnation):
     DRAINING    the membership or its heartbeats say so; finishes what it has
     DEAD        its connection or a session broke, it is stuck or was silent for long, or another
                 incarnation replaced it. While it is a member, the registry keeps trying to reach
-                it, and it may become READY again.
+                it, and it may become READY again; if it was stuck, when that step has ended.
 
 A worker's connection shows whether it is alive: gRPC's own threads answer pings, however late its
 event loop and thus its heartbeats are. Its progress shows whether it works. Silence alone counts
@@ -61,6 +61,10 @@ class Worker:
         self.heartbeat: WorkerHeartbeat | None = None
         self.heartbeat_at = 0.0  # loop time
         self.lost_because = ""  # while it is neither READY nor DRAINING
+        self.is_hanging = False  # it answers, and a step of it has not ended for long
+        self.stalled_s = 0.0  # for which it had work and made no step, at the last heartbeat
+        self._num_steps = -1  # until then
+        self._stepped_at = 0.0  # loop time of the last progress
         self._heartbeat_gap_s = 0.0  # between the last two
         self.max_sequences = 0  # places in its batch; 0: unknown, or a prefill worker
         self.receive_s_per_token = 0.0  # of pages, over the transport that it prefers
@@ -96,6 +100,12 @@ class Worker:
             num_computed=beat.num_computed_tokens, num_queued=beat.queued_tokens, now=now
         )
         self._note_served(beat)
+
+    def note_progress(self, beat: WorkerHeartbeat, now: float) -> None:
+        """Note how long it has made no step; that it was reached anew is no progress."""
+        if beat.steps != self._num_steps or not beat.num_running:
+            self._num_steps, self._stepped_at = beat.steps, now
+        self.stalled_s = now - self._stepped_at
 
     def silence(self, now: float) -> str:
         """Say why nothing is heard from it; empty: it is heard, or was not connected yet."""
@@ -216,6 +226,10 @@ class WorkerRegistry:
             w.member.pool == pool and w.state == "CONNECTING" and not w.member.is_draining
             for w in self._workers.values()
         )
+
+    def has_hanging(self, pool: PoolName) -> bool:
+        """Return whether a step of a worker of a pool hangs: it goes on, or the worker restarts."""
+        return any(w.member.pool == pool and w.is_hanging for w in self._workers.values())
 
     def get(self, worker_id: str) -> Worker:
         return self._workers[worker_id]
@@ -380,6 +394,8 @@ class WorkerRegistry:
         self._check_contract(worker, info.contract_version)
         self._adopt_model(worker, info.model)
         worker.receive_s_per_token = self._receive_s_per_token(info)
+        if self._is_stuck(worker):
+            await self._wait_for_step(worker)
         worker.state = "CONNECTING"
         events = asyncio.create_task(
             self._follow_cache(worker), name=f"cache-events-{worker.member.worker_id}"
@@ -434,27 +450,44 @@ class WorkerRegistry:
         rate = rates.get(info.transports[0]) if info.transports else None
         return info.page_bytes / info.model.page_size / rate if rate else 0.0
 
+    async def _wait_for_step(self, worker: Worker) -> None:
+        """Return when the step of a stuck worker has ended: it steps on, or nothing runs there."""
+        call = wire.watch(worker.channel)
+        worker.is_hanging = True
+        self._notify()
+        try:
+            while self._is_stuck(worker):
+                worker.lost_because = _stalled(worker)
+                await self._hear(worker, call)
+        finally:
+            worker.is_hanging = False
+            call.cancel()
+
     async def _watch(self, worker: Worker, call: Any) -> NoReturn:
-        loop = asyncio.get_running_loop()
-        steps, progress_at = -1, loop.time()
         while True:
-            message = await self._next_heartbeat(worker, call)
-            if message is grpc.aio.EOF:
-                raise WorkerGone("it ended the heartbeat stream")
-            beat = wire.heartbeat(message)
-            if beat.incarnation != worker.member.incarnation:
-                raise WorkerGone("a heartbeat came from another incarnation")
-            now = loop.time()
-            if beat.steps != steps or not beat.num_running:
-                steps, progress_at = beat.steps, now
-            if now - progress_at > self._config.stuck_after_s:
-                raise WorkerGone(f"no engine step for {now - progress_at:.1f} s with work to do")
-            worker.take_heartbeat(beat, now)
+            beat = await self._hear(worker, call)
+            if self._is_stuck(worker):
+                raise WorkerGone(_stalled(worker))
+            worker.take_heartbeat(beat, asyncio.get_running_loop().time())
             is_draining = beat.is_draining or worker.member.is_draining
             state = "DRAINING" if is_draining else "READY"
             if worker.state != state:
                 worker.state, worker.lost_because = state, ""
                 self._notify()
+
+    def _is_stuck(self, worker: Worker) -> bool:
+        return worker.stalled_s > self._config.stuck_after_s
+
+    async def _hear(self, worker: Worker, call: Any) -> WorkerHeartbeat:
+        """Return the next heartbeat, or raise when the worker is gone."""
+        message = await self._next_heartbeat(worker, call)
+        if message is grpc.aio.EOF:
+            raise WorkerGone("it ended the heartbeat stream")
+        beat = wire.heartbeat(message)
+        if beat.incarnation != worker.member.incarnation:
+            raise WorkerGone("a heartbeat came from another incarnation")
+        worker.note_progress(beat, asyncio.get_running_loop().time())
+        return beat
 
     async def _next_heartbeat(self, worker: Worker, call: Any) -> Any:
         """Return the next message of the stream, or raise when the worker is silent or broken."""
@@ -503,3 +536,7 @@ class WorkerRegistry:
                 if is_own_cancellation():
                     raise
             await asyncio.sleep(self._config.reconnect_delay_s)
+
+
+def _stalled(worker: Worker) -> str:
+    return f"no engine step for {worker.stalled_s:.1f} s with work to do"

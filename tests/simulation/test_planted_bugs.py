@@ -30,6 +30,7 @@ from kv_cache.prefix_cache import PrefixCache
 from kv_cache.radix_tree import RadixTree
 from pagewire.protos.token_ids import pack_token_ids
 from tests.simulation import test_scenarios as scenarios
+from tests.simulation import test_stuck_workers as stuck_workers
 from tests.simulation.test_seeded_runs import run
 from tests.support.fake_engine import FakePageStorage
 from tests.support.memory_grpc import MemoryNetwork
@@ -213,6 +214,18 @@ def silence_is_not_death(patch: pytest.MonkeyPatch) -> None:
         return await call.read()
 
     patch.setattr(registry, "_next_heartbeat", wrong)
+
+
+def answer_is_progress(patch: pytest.MonkeyPatch) -> None:
+    """A worker that is stuck counts as moving again as soon as it can be reached."""
+    registry = router.worker_registry.WorkerRegistry
+    right = registry._connect_and_watch
+
+    async def wrong(self: Any, worker: Any) -> Any:
+        worker.stalled_s, worker._num_steps = 0.0, -1
+        return await right(self, worker)
+
+    patch.setattr(registry, "_connect_and_watch", wrong)
 
 
 def referenced_pages_are_evicted(patch: pytest.MonkeyPatch) -> None:
@@ -525,6 +538,17 @@ SCENARIO_BUGS: list[tuple[Plant, Callable[[], None]]] = [
     (
         lateness_is_death,
         lambda: scenarios.test_a_worker_that_is_late_is_nobodys_death("block", 8.0),
+    ),
+    *(
+        (
+            answer_is_progress,
+            lambda each=each: (
+                stuck_workers.test_a_worker_whose_step_hangs_takes_nothing_until_it_ends(
+                    "decode", "well", each
+                )
+            ),
+        )
+        for each in ("never", "before it is dead")
     ),
     (
         cancelled_request_is_decoded_on,

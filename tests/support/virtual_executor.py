@@ -25,7 +25,8 @@ class VirtualExecutor:
     `num_failing_passes` makes that many of the next steps fail at their end, `is_broken` all, and
     `num_failing_launches` that many at their launch. A step fails that computes for a prompt which
     holds the token `toxin`; if that `is_deadly`, the engine is broken from then on. Nothing can be
-    drawn for a prompt that holds `poison`, as where activations overflow.
+    drawn for a prompt that holds `poison`, as where activations overflow. While `may_end` is not
+    set, steps hang.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class VirtualExecutor:
         self.is_deadly = False
         self.poison: int | None = None  # a token id
         self.slowdown = 1.0
+        self.may_end = asyncio.Event()
+        self.may_end.set()
         self.passes: list[int] = []  # tokens of each step
         self.computed_for: list[set[tuple[int, ...]]] = []  # prompts of each step that drew
 
@@ -94,6 +97,7 @@ class VirtualExecutor:
         if before is not None:
             await asyncio.wait([before])
         await asyncio.sleep(seconds * self.slowdown)
+        await self.may_end.wait()
         num_computed_tokens = self.fake_engine.num_computed_tokens
         result = self.fake_engine.read()  # also of a step that fails: its seats mean nothing then
         decoded = [self.fake_engine.prompts[seat] for seat in step.decodes]
