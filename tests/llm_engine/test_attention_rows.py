@@ -9,12 +9,10 @@ from attn_kernels.linear.launch_triton import linear_tiles
 from llm_engine import operations_triton
 from llm_engine.decode_rows import DecodeRows, decode_launches, decode_rows
 from llm_engine.forward_batch import ForwardBatch, build_forward_batch
-from llm_engine.load_engine import load_engine
 from llm_engine.sampling import SamplingParams, SequenceSlice
 from llm_engine.weights import DecoderWeights, LayerWeights, LinearWeights
-from tests.llm_engine.driver import computed_kv, make_sequences, run
-from tests.support.checkpoints import write_checkpoint
-from tests.support.triton_interpreter import interpreted
+from tests.llm_engine.driver import computed_kv, make_sequences, run, small_engine
+from tests.llm_engine.launch_recorder import LaunchRecorder
 
 
 def test_all_linear_kernels_are_launched_before_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,25 +101,22 @@ def test_many_rows_take_several_launches() -> None:
 
 
 def test_a_resumed_sequence_leaves_the_same_bits_in_its_pages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorders: list[LaunchRecorder]
 ) -> None:
     monkeypatch.setattr("llm_engine.attention_triton.MAX_DECODE_TOKENS", 300)  # several launches
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    write_checkpoint(tmp_path, "llama", num_hidden_layers=2, hidden_size=32, **heads)
+    engine = small_engine(tmp_path, num_layers=2, num_pages=40)
     params = SamplingParams(max_tokens=5, seed=3)
     prompts = [[7] * 5, list(range(3, 200)) + list(range(58))]  # a split of decode ends at 256
-    with interpreted():
-        engine = load_engine(tmp_path, page_size=16, num_pages=40, device="cpu", attention="triton")
-        sequences = make_sequences(engine, prompts, params)
-        run(engine, sequences)
-        expected = [(list(each.tokens), computed_kv(engine, each)) for each in sequences]
-        engine.storage.pages.fill_(torch.nan)
-        for each in sequences:
-            each.num_computed = 0
-            each.tokens.pop()
+    sequences = make_sequences(engine, prompts, params)
+    run(engine, sequences)
+    expected = [(list(each.tokens), computed_kv(engine, each)) for each in sequences]
+    engine.storage.pages.fill_(torch.nan)
+    for each in sequences:
+        each.num_computed = 0
+        each.tokens.pop()
 
-        run(engine, sequences, chunk_size=200)
+    run(engine, sequences, chunk_size=200)
 
-        for each, (tokens, kv) in zip(sequences, expected, strict=True):
-            assert each.tokens == tokens
-            assert torch.equal(computed_kv(engine, each), kv)
+    for each, (tokens, kv) in zip(sequences, expected, strict=True):
+        assert each.tokens == tokens
+        assert torch.equal(computed_kv(engine, each), kv)

@@ -1,8 +1,9 @@
-"""Computes with torch, for all rows at once, what kernels between attention and sampling do.
+"""Computes with torch, for all rows at once, what kernels between attention and a token do.
 
 For tests of when an engine launches which kernels: the interpreter takes most of their time for
 these, program by program. What the kernels compute is shown by tests/attn_kernels. As there, a
-row's bits do not depend on the rest of the batch.
+row's bits do not depend on the rest of the batch. Of the kernels that together draw tokens, the
+last one does all.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,16 @@ from attn_kernels.append.bodies import rotate_and_append_kernel
 from attn_kernels.elementwise.bodies import rms_norm_kernel
 from attn_kernels.linear.bodies import linear_kernel
 from attn_kernels.linear.plan import GATE_GROUP
+from attn_kernels.sampling.bodies import choose_kernel, group_max_kernel
+from attn_kernels.sampling.bodies_bins import (
+    choose_window_kernel,
+    count_bins_kernel,
+    draw_kernel,
+    finish_kernel,
+)
+from attn_kernels.sampling.bodies_logprobs import logprobs_kernel
+from attn_kernels.sampling.reference import TokenSampler
+from attn_kernels.sampling.rows import RowParams
 from llm_engine.operations import TorchOperations
 
 
@@ -72,8 +83,47 @@ def _rotate_and_append(
         pages[:, layer, index].transpose(1, 2)[slots] = new[is_written]
 
 
+def _nothing(*_: Any, **_options: Any) -> None:
+    pass
+
+
+def _draw_tokens(tokens: Tensor, *args: Any, HAS_MASK: bool, **_: Any) -> None:
+    logits, mask, temperature, top_k, top_p, min_p, seeds, positions = args[6:14]
+    params = RowParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seeds=seeds,
+        positions=positions,
+    )
+    _sampler_of(logits).sample(logits, params, mask=mask if HAS_MASK else None, out=tokens)
+
+
+def _logprobs(
+    chosen: Tensor, top: Tensor, top_tokens: Tensor, tokens: Tensor, *args: Any, **_: Any
+) -> None:
+    logits, num_top = args[3], args[-1]
+    found = _sampler_of(logits).logprobs(logits, tokens, num_top)
+    chosen.copy_(found.chosen)
+    top.copy_(found.top)
+    top_tokens.copy_(found.top_tokens)
+
+
+def _sampler_of(logits: Tensor) -> TokenSampler:
+    num_rows, vocab_size = logits.shape
+    return TokenSampler(vocab_size=vocab_size, max_rows=num_rows, device=logits.device)
+
+
 WHOLE_KERNELS: dict[JITFunction, Callable[..., None]] = {
     linear_kernel: _linear,
     rms_norm_kernel: _rms_norm,
     rotate_and_append_kernel: _rotate_and_append,
+    group_max_kernel: _nothing,
+    choose_kernel: _nothing,
+    count_bins_kernel: _nothing,
+    choose_window_kernel: _nothing,
+    draw_kernel: _nothing,
+    finish_kernel: _draw_tokens,
+    logprobs_kernel: _logprobs,
 }
