@@ -169,7 +169,7 @@ def test_greedy_answers_are_the_most_probable_of_what_the_grammar_allows(
 
 
 @given(constraints=st.lists(CONSTRAINTS, min_size=8, max_size=8), seed=st.integers(0, 1000))
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_hot_answers_of_a_random_model_follow_random_constraints(
     engine: Engine, constraints: list[Constraint], seed: int
 ) -> None:

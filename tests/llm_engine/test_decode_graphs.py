@@ -172,7 +172,7 @@ def test_steps_are_read_in_the_order_of_their_launches_and_no_third_one_is_taken
 def test_pages_that_a_sequence_gets_while_it_runs_are_those_that_it_writes(
     engine: Engine, recorders: list[LaunchRecorder]
 ) -> None:
-    long = sequence([1] * 14, [7, 3, 5], 24)
+    long = sequence([1] * 14, [7, 3, 5], 20)
     expected = results_of(engine, [long])
 
     found = results_of(ahead(engine), [long], grows=True)
@@ -296,8 +296,8 @@ def test_prefixes_are_looked_for_only_where_the_batch_changed(
         monkeypatch.setattr(CascadeAttention, name, noted)
     shared = list(range(16, 32))
     sequences = [
-        sequence([*PREFIX, last], [*shared, 40 + last, 50 + last], num_tokens)
-        for last, num_tokens in ((5, 6), (6, 25))
+        sequence([*PREFIX, *[last] * 10], [*shared, 40 + last, 50 + last], num_tokens)
+        for last, num_tokens in ((5, 6), (6, 12))
     ]
     with monkeypatch.context() as plain:
         plain.setattr(CascadeAttention, "plan_next_step", None)
@@ -307,7 +307,7 @@ def test_prefixes_are_looked_for_only_where_the_batch_changed(
     found = results_of(ahead(engine), sequences, shared_pages=shared)
 
     assert_equal(found, expected)
-    assert calls == ["plan"] + ["plan_next_step"] * 4 + ["plan"] + ["plan_next_step"] * 18
+    assert calls == ["plan"] + ["plan_next_step"] * 4 + ["plan"] + ["plan_next_step"] * 5
 
 
 def test_steps_of_few_rows_have_buffers_and_recordings_of_their_own(

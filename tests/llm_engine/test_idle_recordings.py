@@ -39,7 +39,6 @@ from tests.llm_engine.launch_recorder import LaunchRecorder
 from tests.support.checkpoints import write_checkpoint
 from tests.support.log_records import logged
 from tests.support.rarely import rarely
-from tests.support.triton_interpreter import interpreted
 
 ROWS, BESIDE, TOKENS = (2, 4), (4, 16), (4, 16, 32)
 NUM_DECODE_KINDS = len(ROWS) * (1 + len(BESIDE))  # too short to share
@@ -51,7 +50,7 @@ def engine(
 ) -> Engine:
     """An engine that launches kernel by kernel; over its pages others record few sizes."""
     monkeypatch.setattr(prompt_graphs, "NUM_TOKENS", TOKENS)
-    monkeypatch.setattr(prompt_graphs, "MAX_SLICES", 8)
+    monkeypatch.setattr(prompt_graphs, "MAX_SLICES", 4)  # a recording has a program for each
     monkeypatch.setattr(prompt_graphs, "NUM_TOKENS_BESIDE", BESIDE)
     for module in (decode_graphs, device_runner):
         monkeypatch.setattr(module, "NUM_ROWS", ROWS)
@@ -60,17 +59,24 @@ def engine(
     return small_engine(tmp_path)
 
 
-def sequences() -> list[DrivenSequence]:
+def sequences(
+    lengths: tuple[int, int, int] = (1, 14, 27), max_tokens: int = 5
+) -> list[DrivenSequence]:
     """Of one token on page 0, of several chunks, and of kinds that a start does not load."""
-    kinds = [(1, {}), (14, {"temperature": 0.0}), (27, {"logprobs": 2, "repetition_penalty": 1.3})]
+    kinds = [{}, {"temperature": 0.0}, {"logprobs": 2, "repetition_penalty": 1.3}]
     return [
         DrivenSequence(
             prompt=[(7 * length + 3 * index) % 199 for index in range(length)],
             page_ids=list(range(4 * order, 4 * order + 4)),
-            params=SamplingParams(max_tokens=5, seed=length, **params),  # type: ignore[arg-type]
+            params=SamplingParams(max_tokens=max_tokens, seed=length, **params),  # type: ignore[arg-type]
         )
-        for order, (length, params) in enumerate(kinds)
+        for order, (length, params) in enumerate(zip(lengths, kinds, strict=True))
     ]
+
+
+def short_sequences() -> list[DrivenSequence]:
+    """As many chunks of five tokens as the interpreter has time for."""
+    return sequences((1, 9, 19), max_tokens=4)
 
 
 def state_of(engine: Engine) -> list[Tensor]:
@@ -127,7 +133,7 @@ def test_what_is_recorded_between_steps_changes_no_seat_no_page_and_no_token(
     monkeypatch: pytest.MonkeyPatch,
     num_seats: int,
 ) -> None:
-    driven = sequences()
+    driven = short_sequences()
     if num_seats == 0:
         for each in driven:
             each.params = SamplingParams(max_tokens=1, seed=1)
@@ -152,7 +158,7 @@ def test_what_is_recorded_between_steps_changes_no_seat_no_page_and_no_token(
 def test_tokens_are_the_same_whenever_passes_are_recorded(
     engine: Engine, recorders: list[LaunchRecorder], num_seats: int
 ) -> None:
-    driven = sequences()
+    driven = short_sequences()
     expected = results_of(engine, driven, chunk_size=5)
     at_first_use, when_idle = (recording(engine, num_seats=num_seats) for _ in range(2))
     for each in (at_first_use, when_idle):
@@ -172,7 +178,7 @@ def test_a_pass_that_cannot_be_recorded_costs_no_other_its_recording(
     caplog: pytest.LogCaptureFixture,
     error: Exception,
 ) -> None:
-    driven = sequences()[:1]
+    driven = short_sequences()[:1]
     expected = results_of(engine, driven, chunk_size=5)
     ahead = recording(engine, num_seats=4)
     runner_of(ahead).warm_up(max_tokens=40)
@@ -205,7 +211,11 @@ def test_a_recording_that_finds_the_device_lost_says_so(
 
 @pytest.mark.parametrize(("deterministic", "num_asked"), [(True, 0), (False, 3)])
 def test_products_of_torch_are_recorded_by_the_thread_that_loads_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool, num_asked: int
+    tmp_path: Path,
+    recorders: list[LaunchRecorder],
+    monkeypatch: pytest.MonkeyPatch,
+    deterministic: bool,
+    num_asked: int,
 ) -> None:
     write_checkpoint(tmp_path, "llama", head_dim=16)
     answers = [True, True, False]
@@ -217,15 +227,14 @@ def test_products_of_torch_are_recorded_by_the_thread_that_loads_the_engine(
 
     monkeypatch.setattr(HostRunner, "record_next", record_next)
 
-    with interpreted():
-        load_engine(
-            tmp_path,
-            page_size=16,
-            num_pages=8,
-            device="cpu",
-            attention="triton",
-            deterministic=deterministic,
-        )
+    load_engine(
+        tmp_path,
+        page_size=16,
+        num_pages=8,
+        device="cpu",
+        attention="triton",
+        deterministic=deterministic,
+    )
 
     assert len(asked) == num_asked
 

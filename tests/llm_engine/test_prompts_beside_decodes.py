@@ -45,7 +45,7 @@ def engine(
 ) -> Engine:
     """An engine of one layer, or a test's parameter, that launches kernel by kernel."""
     monkeypatch.setattr(prompt_graphs, "NUM_TOKENS", (4, 16, 32))
-    monkeypatch.setattr(prompt_graphs, "MAX_SLICES", 8)  # a recording has a program for each
+    monkeypatch.setattr(prompt_graphs, "MAX_SLICES", 4)  # a recording has a program for each
     for module in (prompt_graphs, decode_graphs):
         monkeypatch.setattr(module, "NUM_TOKENS_BESIDE", TOKENS)
     for module in (decode_graphs, device_runner):
