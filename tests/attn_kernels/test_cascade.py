@@ -51,6 +51,12 @@ def three_levels(page_size: int = 8) -> SharedTables:
     )
 
 
+def small_case(tables: SharedTables, device: str) -> PagedCase:
+    """Keys of one head in the interpreter, which takes as long for each: all are alike."""
+    heads = {} if device == "cuda" else {"num_qo_heads": 2, "num_kv_heads": 1}
+    return shared_case(tables, device=device, **heads)
+
+
 def test_a_forest_of_three_levels_gives_the_reference_and_never_reads_unused_rows(device: str):
     case = shared_case(three_levels(), device=device)
     attention = make_attention(case)
@@ -70,7 +76,7 @@ def test_a_forest_of_three_levels_gives_the_reference_and_never_reads_unused_row
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_any_forest_gives_the_bits_of_flat_decode(device: str, tables: SharedTables):
-    case = shared_case(tables, device=device)
+    case = small_case(tables, device)
     attention = make_attention(case)
     plan(attention, case)
 
@@ -84,7 +90,7 @@ def test_any_forest_gives_the_bits_of_flat_decode(device: str, tables: SharedTab
 @pytest.mark.parametrize("knows_tree", [False, True])
 def test_with_a_sliding_window_those_share_that_lie_within_it(device: str, knows_tree: bool):
     tables = three_levels()
-    case = shared_case(tables, device=device)
+    case = small_case(tables, device)
     lens = np.array(case.kv_lens)
     window = int(np.sort(lens)[-3])
     nodes = prefix_tree(tables.starts, tables.indices, lens, page_size=8, unit_len=16)
@@ -111,7 +117,7 @@ def test_with_a_sliding_window_those_share_that_lie_within_it(device: str, knows
 
 def test_any_cut_of_the_tree_gives_the_same_bits(device: str):
     tables = three_levels()
-    case = shared_case(tables, device=device)
+    case = small_case(tables, device)
     nodes = prefix_tree(
         tables.starts, tables.indices, np.array(tables.kv_lens), page_size=8, unit_len=16
     )
@@ -132,7 +138,7 @@ def test_any_cut_of_the_tree_gives_the_same_bits(device: str):
 
 
 def test_a_batch_that_is_too_large_leaves_the_last_plan_in_force(device: str):
-    case = shared_case(three_levels(), device=device)
+    case = small_case(three_levels(), device)
     attention = make_attention(case)
     plan(attention, case)
     expected = run(attention, case)
@@ -154,7 +160,7 @@ def test_items_of_any_length_give_the_same_bits_and_inexact_ones_fewer_slots(
         return cascade_items.cut(runs, item_splits=item_splits, **options)
 
     tables = grow(3, [0], [20], [0] * 3, [1, 9, 30], page_size=8)
-    case = shared_case(tables, device=device)
+    case = small_case(tables, device)
     rule = SplitRule(split_len=16, splits_per_segment=4)
     expected = cascade(case, rule=rule)
     monkeypatch.setattr(cascade_plan, "cut_runs", cut_runs)
@@ -269,7 +275,7 @@ def test_a_plan_is_one_copy_to_the_device_and_a_second_one_of_what_is_shared(
 
 
 def test_a_flat_plan_after_a_shared_one_shares_nothing(device: str):
-    case = shared_case(three_levels(), device=device)
+    case = small_case(three_levels(), device)
     attention = make_attention(case)
     plan(attention, case)
     shared = run(attention, case)
@@ -290,7 +296,7 @@ def test_a_batch_that_grows_is_planned_on_without_looking_at_its_pages(device: s
         [kv_len + steps for kv_len, steps in zip(tables.kv_lens, [1, 40, 17], strict=True)],
         8,
     )
-    case = shared_case(grown, device=device)
+    case = small_case(grown, device)
     attention = make_attention(case)
     attention.plan(tables.kv_lens, *case.table_arrays)
     shared = attention.num_shared_items
@@ -303,7 +309,7 @@ def test_a_batch_that_grows_is_planned_on_without_looking_at_its_pages(device: s
 
 def test_a_tree_that_the_cache_knows_gives_the_same_as_page_tables(device: str):
     tables = grow(3, [0], [5], [0] * 3, [1, 9, 3], page_size=8)
-    case = shared_case(tables, device=device)
+    case = small_case(tables, device)
     attention = make_attention(case)
     known = [PrefixNode(begin=0, end=40, members=np.arange(3), parent=None)]
     plan(attention, case, nodes=known)
@@ -321,7 +327,7 @@ def test_flat_plans_take_a_kernel_of_their_own_in_the_same_memory(
     monkeypatch.setattr("attn_kernels.cascade.launch.shipped_decode_tile", shipped)
     monkeypatch.setattr("attn_kernels.decode.launch.decode_tile", shipped)
     tables = grow(4, [0, 0], [6, 2], [1, 1, 0, 0], [1, 20, 3, 9], page_size=8)
-    case = shared_case(tables, device=device)
+    case = small_case(tables, device)
     attention = CascadeAttention(case.pages, **case.options, **CASCADE | {"decode_tile": None})
     assert attention.flat is not attention.decode
     assert attention.flat.partial_acc is attention.decode.partial_acc
@@ -360,7 +366,7 @@ def test_few_requests_take_only_programs_that_start_beside_a_shared_part_that_fi
     num_busy: int,
 ):
     tables = grow(9, [0], [prefix_pages], [0] * 9, [1, 20, 5, 40, 3, 9, 2, 33, 1], page_size=8)
-    case = shared_case(tables, device=device)
+    case = small_case(tables, device)
     planned = []
     plan_batch = DecodeAttention.plan_batch
 
