@@ -115,14 +115,14 @@ def test_what_does_not_fit_is_named(device: str) -> None:
 
 
 # Each tile with both dtypes and all kinds of arguments, and these with both dtypes; in each run one
-# of them for each tile, in turn.
+# of them for the smallest tile, the largest, and one that is not swapped.
 @pytest.mark.parametrize(
     ("tile", "is_gated", "num_in", "has_bias", "dtype"),
     [
         pytest.param(
             *(tile, is_gated, num_in, has_bias),
             (torch.bfloat16, torch.float16)[(index + kind) % 2],
-            marks=() if kind == index % 5 else pytest.mark.thorough,
+            marks=() if index in (0, 2, 4) and kind == index else pytest.mark.thorough,
         )
         for index, tile in enumerate(HALF_TILES)
         for kind, (is_gated, num_in, has_bias) in enumerate(

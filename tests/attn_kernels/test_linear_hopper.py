@@ -170,7 +170,7 @@ def emulated_in_any_order(tile: HopperLinearTile) -> tuple[torch.Tensor, ...]:
             *(tile, is_gated, (BF16, torch.float16)[(index + is_gated) % 2]),
             (index + is_gated) % 4 < 2,
             marks=()
-            if tile in IN_EACH_RUN and is_gated != index // 2 % 2
+            if tile in IN_EACH_RUN and is_gated == (tile.tail_m > 0)
             else pytest.mark.thorough,
         )
         for index, tile in enumerate(HOPPER_TILES)
