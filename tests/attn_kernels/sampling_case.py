@@ -89,7 +89,7 @@ def kept_tokens(logits: Tensor, row: Row) -> set[int]:
     return set(np.flatnonzero(is_kept).tolist())
 
 
-def rows_of_each_token(logits: Tensor, row: Row, num_positions: int = 4096) -> list[Row]:
+def rows_of_each_token(logits: Tensor, row: Row, num_positions: int = 4096) -> dict[int, Row]:
     """Return the row at positions of which each draws another token when nothing is filtered out.
 
     Of these, a filter that keeps a token too many or too few is sure to change one.
@@ -98,7 +98,14 @@ def rows_of_each_token(logits: Tensor, row: Row, num_positions: int = 4096) -> l
     noise = gumbel_noise(draw_bases(torch.full_like(positions, row.seed), positions), len(logits))
     drawn = (logits.double().cpu() / row.temperature + noise).argmax(1).tolist()
     position_of = {token: position for position, token in enumerate(drawn)}
-    return [replace(row, position=position) for position in position_of.values()]
+    return {token: replace(row, position=position) for token, position in position_of.items()}
+
+
+def rows_at_the_cut(logits: Tensor, row: Row) -> list[Row]:
+    """Return the rows of the tokens that the filters keep, and of the largest that they do not."""
+    rows, kept = rows_of_each_token(logits, row), kept_tokens(logits, row)
+    others = sorted(rows.keys() - kept, key=lambda token: -float(logits[token]))
+    return [rows[token] for token in (*sorted(kept), *others[:4])]
 
 
 def random_rows(count: int, vocab_size: int, seed: int) -> list[Row]:
