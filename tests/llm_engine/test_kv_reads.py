@@ -19,19 +19,19 @@ from tests.llm_engine.driver import recording, small_engine
 from tests.llm_engine.launch_recorder import LaunchRecorder
 from tests.llm_engine.test_decode_triton import (
     HEAD_DIM,
-    NUM_KV_HEADS,
     NUM_LAYERS,
     PAGE_SIZE,
     PREFIX,
     SLICES,
     attend,
     make_backend,
+    num_heads,
     shared_items,  # noqa: F401  # a fixture
 )
 from tests.support.checkpoints import write_checkpoint
 from tests.support.triton_interpreter import interpreted
 
-TOKEN_BYTES = NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_DIM * 2  # bfloat16
+CPU = torch.device("cpu")
 
 # SLICES as rows by their keys: 261, 11, then 261 to 264 of a resumed sequence whose first two
 # tokens are prompt, 301, then 251 to 255; PREFIX are 256 tokens of slices 1, 3 and 4.
@@ -39,10 +39,14 @@ ROWS = [261, 11, *range(261, 265), 301, *range(251, 256)]
 SHARING = [kv_len for kv_len in ROWS if kv_len > 256]
 
 
-def of_tokens(needed: int, read: int, groups: int = 0, rows: int = 0) -> KVReads:
+def of_tokens(
+    needed: int, read: int, groups: int = 0, rows: int = 0, *, device: torch.device = CPU
+) -> KVReads:
+    _, num_kv_heads = num_heads(device)
+    token_bytes = NUM_LAYERS * 2 * num_kv_heads * HEAD_DIM * 2  # bfloat16
     return KVReads(
-        needed_bytes=needed * TOKEN_BYTES,
-        read_bytes=read * TOKEN_BYTES,
+        needed_bytes=needed * token_bytes,
+        read_bytes=read * token_bytes,
         groups=groups,
         grouped_rows=rows,
     )
@@ -53,10 +57,9 @@ def plan_reads(
     slices: list[SequenceSlice] = SLICES,
     window: int | None = None,
 ) -> KVReads:
-    cpu = torch.device("cpu")
     with interpreted():
-        backend = make_backend(kind, cpu, window)
-        backend.plan(build_forward_batch(slices, PAGE_SIZE, cpu))
+        backend = make_backend(kind, CPU, window)
+        backend.plan(build_forward_batch(slices, PAGE_SIZE, CPU))
     reads = backend.take_reads()
     assert backend.take_reads() == KVReads(), "taken twice"
     return reads
@@ -113,7 +116,8 @@ def test_each_of_several_launches_is_counted_once_for_all_layers(
 
     # Rows by their keys: 261, 11, 261, 262 | 263, 264, 301, 251 | 252 to 255. Three share in each
     # of the first two launches.
-    assert backend.take_reads() == of_tokens(sum(ROWS), sum(ROWS) - 256 * (2 + 2), 2, 6)
+    read = sum(ROWS) - 256 * (2 + 2)
+    assert backend.take_reads() == of_tokens(sum(ROWS), read, 2, 6, device=device)
 
 
 @pytest.mark.parametrize("num_prefix_tokens", [256, 0])
