@@ -1,7 +1,8 @@
 """Clients in separate processes, enough that they do not limit a cluster.
 
 Each reads its share of a wave's streams in one event loop. Prompts and the connection are ready
-before the wave begins, which is at the same moment for all.
+before the wave begins, which is at the same moment for all. Each stream begins at its own time,
+whether or not earlier ones have ended.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Self
@@ -21,6 +23,7 @@ from pagewire.tracing import caller_span
 ARM_TIMEOUT_S = 120.0  # making prompts takes a millisecond for each 100,000 tokens
 LEAD_S = 0.05  # from the command to the beginning
 MARGIN_S = 30.0  # for clients to send what they have, when their streams have timed out
+STOP = "stop"
 
 
 class ClientsFailed(Exception):
@@ -131,7 +134,23 @@ class ClientProcesses:
         Raises:
             ClientsFailed: A process died, or has not answered when all streams have timed out.
         """
-        records: dict[int, StreamRecord] = {}
+        return [each for each in self._records() if each]
+
+    def stop(self) -> list[StreamRecord | None]:
+        """Begin no more streams of a wave that has some left; wait for the end of those that run.
+
+        Returns:
+            A record for each stream, in order; None: it has not begun.
+
+        Raises:
+            ClientsFailed: See `finish`.
+        """
+        for pipe, _ in self._running:
+            pipe.send(STOP)
+        return self._records()
+
+    def _records(self) -> list[StreamRecord | None]:
+        records: dict[int, StreamRecord | None] = {}
         for pipe, places in self._running:
             heard = self._hear(pipe, self._deadline)
             assert isinstance(heard, list), "records"
@@ -165,7 +184,7 @@ def _serve(pipe: Connection) -> None:
             return
 
 
-async def _read_share(share: _Share, pipe: Connection) -> list[StreamRecord]:
+async def _read_share(share: _Share, pipe: Connection) -> list[StreamRecord | None]:
     prompts = [token_ids(each.prompt, share.vocab_size) for each in share.streams]
     async with AsyncClient(share.addresses, default_timeout_s=share.timeout_s) as client:
         await client.list_models(timeout_s=MARGIN_S)  # connects
@@ -176,7 +195,20 @@ async def _read_share(share: _Share, pipe: Connection) -> list[StreamRecord]:
                 group.create_task(_read(client, spec, prompt, begin_at))
                 for spec, prompt in zip(share.streams, prompts, strict=True)
             ]
-    return [task.result() for task in tasks]
+            loop = asyncio.get_running_loop()
+
+            def stop() -> None:
+                loop.remove_reader(pipe)
+                with suppress(EOFError):  # the launcher is gone
+                    pipe.recv()
+                now = time.monotonic()
+                for task, spec in zip(tasks, share.streams, strict=True):
+                    if begin_at + spec.offset_s > now:
+                        task.cancel()
+
+            loop.add_reader(pipe, stop)
+        loop.remove_reader(pipe)
+    return [None if task.cancelled() else task.result() for task in tasks]
 
 
 async def _read(

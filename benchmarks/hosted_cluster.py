@@ -2,7 +2,7 @@
 
     head    Ray's head, the controller and router-0
     worker hosts    a prefill and a decode worker each, in Ray
-    edge    clients and a second router, without Ray; and the Redis that Ray keeps its state in
+    edge    clients, a second router and a gateway, without Ray; and the Redis of Ray's state
 
 On each host Ray is restarted when it ends, as a service manager would do.
 """
@@ -152,12 +152,18 @@ class HostedCluster:
         )
 
     def restart_router(self) -> None:
-        """Let the second router stop as an update does; returns when its successor sees all."""
+        """Let the second router stop as an update does; returns when its successor listens."""
         [running] = [each for each in self.edge.processes("cli router") if each.name() != "sh"]
         running.terminate()
         running.wait(START_TIMEOUT_S)
         _until_listens(self.edge, ROUTER_PORT, "the second router")
-        until(self.sees_all, START_TIMEOUT_S, "all workers ready at the second router")
+
+    def start_gateway(self, port: int) -> None:
+        """Serve HTTP in front of both routers, on the host of the second one."""
+        routers = [f"--router={each}" for each in self.addresses]
+        listen = ["--insecure", f"--host={self.edge.address}", f"--port={port}"]
+        self._keep(self.edge, "gateway", [*CLI, "gateway", *routers, *listen])
+        _until_listens(self.edge, port, "the gateway")
 
     def bring_up(self) -> None:
         """Start the product's processes; returns when they serve."""
