@@ -50,6 +50,8 @@ def cluster(tmp_path_factory):
         "network_interface": "eth0",
         "model_paths": {"host3": str(copy)},
         "http_port": HTTP_PORT,
+        # Where other work keeps the cores busy, requests rather wait than are refused.
+        "router": {"max_expected_wait_s": TIMEOUT_S},
         "tls": asdict(Authority(folder).inside_by_host(*hosts)),
     }
     with hosted_cluster(
