@@ -63,6 +63,10 @@ class Alteration:
             yield
 
 
+# Of a prompt that is asked for again, all pages move each time, between any two places.
+ALL_MOVE = Alteration(moves_again=True, scatters_pages=True)
+
+
 def altered(actor: type, alteration: Alteration) -> type:
     """Return an actor class whose process is altered before the engine is loaded."""
 

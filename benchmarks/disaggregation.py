@@ -48,7 +48,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import kills
-from benchmarks.altered_workers import Alteration
+from benchmarks.altered_workers import ALL_MOVE, Alteration
 from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_chosen, selected
 from benchmarks.measured_host import num_gpus
 from benchmarks.prompts import TraceScale, read_trace, wave
@@ -377,7 +377,7 @@ def all_clusters(options: argparse.Namespace, model: Path) -> dict[str, ClusterS
         "0+1": replace(base, prefill=0),
         "0+2": replace(base, prefill=0, decode=2),
         f"0+{2 * pairs}": replace(base, prefill=0, decode=2 * pairs),
-        "1+1, all move": replace(base, altered=Alteration(moves_again=True, scatters_pages=True)),
+        "1+1, all move": replace(base, altered=ALL_MOVE),
         **{
             f"1+1, {arm}": replace(base, altered=altered)
             for arm, altered in ARMS.items()

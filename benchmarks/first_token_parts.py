@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.altered_workers import Alteration
+from benchmarks.altered_workers import ALL_MOVE
 from benchmarks.case_runs import Case, CaseFailed, Clock, Run, run_chosen, selected
 from benchmarks.first_token_path import Trace, UnclearPath, median_parts, pages_ms, parts_ms
 from benchmarks.prompts import MIX_REQUESTS, StreamSpec, wave
@@ -62,7 +62,6 @@ from pagewire import WorkerStatus
 
 WAVES = 3  # of each kind, for each repeat of a case
 MOVED = (64, 32_768)  # tokens
-ALL_MOVE = "1+1, all move"
 HEARTBEAT_S = 30.0  # a heartbeat comes at most so late
 STEPS = ("prompt", "decode", "mixed")  # kinds of steps, as in WorkerStatus
 
@@ -227,7 +226,7 @@ def main() -> None:
     with span_collector() as collector:
         cases = cases_of(measured_cases(collector))
         cases += [
-            Case(name=f"moved/{n}", cluster=ALL_MOVE, measure=partial(moved, n, collector))
+            Case(name=f"moved/{n}", cluster="1+1, all move", measure=partial(moved, n, collector))
             for n in MOVED
         ]
         chosen = selected([case.name for case in cases], options.cases)
@@ -236,8 +235,7 @@ def main() -> None:
             return
         end_in_order()
         specs = clusters_of(options)
-        all_move = Alteration(moves_again=True, scatters_pages=True)
-        specs[ALL_MOVE] = replace(specs[DISAGGREGATED], altered=all_move)
+        specs["1+1, all move"] = replace(specs[DISAGGREGATED], altered=ALL_MOVE)
         # Without the collector's port, another one in each run.
         results = results_of(options, "first_token_parts", specs)
         traced = {

@@ -12,9 +12,10 @@ chunk are launched before those of the last one end, no such time lies between t
 """
 
 import json
+from dataclasses import replace
 from functools import partial
 
-from benchmarks.altered_workers import Alteration
+from benchmarks.altered_workers import ALL_MOVE
 from benchmarks.case_runs import CaseFailed, Run
 from benchmarks.move_times import MoveTimes
 from benchmarks.prompts import wave
@@ -81,9 +82,7 @@ def main() -> None:
         {str(length): partial(moves, length) for length in LENGTHS},
         cluster="1+1, timed",
         prefill=1,
-        alteration=lambda folder: Alteration(
-            moves_again=True, scatters_pages=True, times_moves_to=folder
-        ),
+        alteration=lambda folder: replace(ALL_MOVE, times_moves_to=folder),
     )
 
 
