@@ -247,9 +247,10 @@ def test_drains_scaling_and_restarts_under_load_fail_no_request(cluster, clients
         return [re.sub(r" after \d+ s", "", each) for each in told]
 
     def work():
-        restarted = run(f"restart prefill-0 decode-0 router-0 {GRACE}")
-        num_outside = cluster.status()["finished_requests"]
         with ThreadPoolExecutor() as pool:  # three operators
+            restarts = [f"restart {name} {GRACE}" for name in ("prefill-0", "decode-0", "router-0")]
+            restarted = [told for [told] in pool.map(run, restarts)]
+            num_outside = cluster.status()["finished_requests"]
             update = pool.submit(cluster.restart_router)
             drains = [
                 pool.submit(run, f"drain {name} {GRACE}") for name in ("prefill-1", "decode-1")
@@ -264,7 +265,11 @@ def test_drains_scaling_and_restarts_under_load_fail_no_request(cluster, clients
 
     usages = assert_served(cluster, load)
     assert told == [
-        ["router-0 serves again, 3 of 3"],
+        [
+            "prefill-0 serves again, 1 of 1",
+            "decode-0 serves again, 1 of 1",
+            "router-0 serves again, 1 of 1",
+        ],
         ["prefill-1 has left"],
         ["decode-1 has left"],
         [
