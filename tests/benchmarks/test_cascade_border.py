@@ -105,6 +105,7 @@ def test_nor_is_one_shared_that_takes_longer_so_with_other_shapes_and_options(na
         assert sum(map(is_shared_now, some)) > 5, shape
 
 
+@pytest.mark.thorough
 def test_a_forest_near_the_border_is_run_both_ways_and_gives_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ):

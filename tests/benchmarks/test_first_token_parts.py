@@ -19,6 +19,7 @@ from benchmarks.span_collector import SpanCollector, SpansMissing, span_collecto
 from observability.tracing import TracingConfig, configure_tracing, stop_tracing
 from tests.cluster.in_process import in_process_cluster
 from tests.support.cluster_status import ONE_OF_EACH
+from tests.support.rarely import rarely
 
 SIZES = Sizes(tokens_by=16, streams_by=16, repeats=1)
 
@@ -45,7 +46,7 @@ def test_the_time_of_an_engine_is_divided_whole() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("num_prefill", [0, 1])
+@pytest.mark.parametrize("num_prefill", [*rarely(0), 1])
 def test_parts_of_a_cluster_add_up_to_what_its_clients_saw(
     num_prefill: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,11 +84,12 @@ def test_an_interrupt_while_modules_are_imported_ends_it_in_silence(entry, comma
 
 
 @in_turn
+@pytest.mark.thorough  # parts of it are shown without Ray, below and by test_descendants
 @pytest.mark.parametrize(
     ("number", "line", "after_s"),
     [
-        pytest.param(signal.SIGTERM, "starting", 0.0, marks=pytest.mark.thorough),
-        pytest.param(signal.SIGTERM, "starting", 1.0, marks=pytest.mark.thorough),
+        (signal.SIGTERM, "starting", 0.0),
+        (signal.SIGTERM, "starting", 1.0),
         (signal.SIGINT, "Ray runs", 0.0),
     ],
     ids=str,

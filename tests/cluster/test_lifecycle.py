@@ -240,6 +240,7 @@ def test_a_killed_worker_is_started_again_though_no_launcher_lives(host):
     assert completion.usage.decode_computed_tokens == 0
 
 
+@pytest.mark.thorough  # tests/cli/test_find_router.py shows it without processes that hang
 def test_status_shows_what_it_has_while_a_process_hangs(host):
     for actor, part in (("RouterActor", "router"), ("ControllerActor", "controller")):
         process = next(p for p in host_processes(host) if p.name() == f"ray::{actor}")

@@ -397,6 +397,7 @@ except Loaded as loaded:
 """
 
 
+@pytest.mark.thorough
 def test_triton_is_imported_while_the_weights_are_read(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama", num_hidden_layers=1, head_dim=16)
     command = [sys.executable, "-c", LOADING, str(tmp_path)]

@@ -43,7 +43,11 @@ def test_a_client_that_waits_long_does_not_ping_more_often_than_a_router_allows(
 
 
 @pytest.mark.parametrize(
-    "options", [server_options(RouterConfig()), WORKER_SERVER_OPTIONS], ids=["router", "worker"]
+    "options",
+    [
+        pytest.param(server_options(RouterConfig()), id="router"),
+        pytest.param(WORKER_SERVER_OPTIONS, id="worker", marks=pytest.mark.thorough),
+    ],
 )
 def test_of_thousands_of_calls_at_once_none_is_cancelled_before_it_is_seen(options):
     async def echo(request, context):
