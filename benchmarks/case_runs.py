@@ -97,6 +97,14 @@ class Run:
         """Return the work of several waves together; raises as `check_work` does."""
         return self.check_work([record for records in waves for record in records])
 
+    def check_all_moved(self, work: Row, length: int) -> None:
+        """Refuse work in which not all pages of each prompt of so many tokens moved."""
+        pages = -(-length // self.cluster.model.page_size)
+        if work["pages_moved"] != work["requests"] * pages:
+            raise CaseFailed(
+                f"{work['pages_moved']} pages moved, not {work['requests']} times {pages}"
+            )
+
     def until(self, is_true: Callable[[], bool], timeout_s: float, what: str) -> float:
         """Wait until a condition holds; returns when it did. CaseFailed: not in time."""
         deadline = time.monotonic() + min(timeout_s, self._clock.left_s())

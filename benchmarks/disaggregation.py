@@ -100,16 +100,13 @@ ARMS = {
 
 def move_again(length: int, run: Run) -> Row:
     """Time the first token of a prompt whose pages all have to move, and nothing else."""
-    page_size = run.cluster.model.page_size
-    length = run.sizes.tokens(length) or page_size
+    length = run.sizes.tokens(length) or run.cluster.model.page_size
     specs = wave(run.seeds, 1, unique=length)
     for _ in range(2):
         run.wave(specs)
     waves, counted = counted_transfers(lambda: run.wave(specs), run)
     work = run.check_waves(waves)
-    pages = -(-length // page_size)
-    if work["pages_moved"] != pages * len(waves):
-        raise CaseFailed(f"{work['pages_moved']} pages moved, not {len(waves)} times {pages}")
+    run.check_all_moved(work, length)
     return {
         **two_tokens(waves),
         "own_tokens": length,

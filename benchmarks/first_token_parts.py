@@ -101,9 +101,7 @@ def moved(length: int, collector: SpanCollector, run: Run) -> Row:
     specs = wave(run.seeds, 1, unique=length)
     run.wave(specs)
     row, work = _first_tokens(lambda: specs, collector, run)
-    pages = work["requests"] * -(-length // run.cluster.model.page_size)
-    if work["pages_moved"] != pages:
-        raise CaseFailed(f"{work['pages_moved']} pages moved, not {pages}")
+    run.check_all_moved(work, length)
     return row | {"streams": 1, "own_tokens": length} | work
 
 
