@@ -190,7 +190,11 @@ def test_help_shows_all_flags_whole_in_80_columns_by_section():
         (["generate", "x", "--address", "127.0.0.1:1"], 1, "127.0.0.1:1"),
         *rarely(
             (["serve", "--page-size", "3"], 2, "error: --page-size: found 3; allowed: 16, 32"),
-            (["demo", "--prefill", "0"], 2, "found 0; allowed: 1 or more, because the demo"),
+            (
+                ["demo", "--prefill", "0"],
+                2,
+                "prefill: found 0; allowed: 1 or more, because the demo",
+            ),
             (["demo", "--device", "cuda"], 1, "need 4 GPUs, and there are 0"),
             (
                 ["serve", "--model", "/nowhere"],
