@@ -27,6 +27,7 @@ from tests.http_gateway.bad_fields import (
     CLASH,
     DETOKENIZE,
     EMPTY,
+    HOSTILE,
     INFINITE,
     NO,
     NOT_HERE,
@@ -167,6 +168,13 @@ def ask_many(channel: grpc.Channel, message: Any) -> Refusal | None:
     return refusal(status_pb2.Status.FromString(result.error_status), seconds)
 
 
+def are_alike(one: Refusal, other: Refusal, kind: str) -> bool:
+    if kind == HOSTILE:
+        # Which limit such a value exceeds first, of time or of size, depends on the host's load.
+        return (one.code, one.fields) == (other.code, other.fields)
+    return one.message == other.message
+
+
 def refusal(status: status_pb2.Status, seconds: float) -> Refusal:
     bad = error_details_pb2.BadRequest()
     for each in status.details:
@@ -198,7 +206,7 @@ def test_a_bad_value_is_refused_alike_by_both_front_ends(
                 rests.add(items(answer.fields[0] if answer.fields else ""))
             if field.method == "Generate":
                 many = ask_many(channel, message)
-                if answer and (many is None or many.message != answer.message):
+                if answer and (many is None or not are_alike(many, answer, kind)):
                     wrong.append(f"GenerateMany, {shown}: {many} is not {answer}")
         if value.json is not NO:
             for spelling in field.http:
