@@ -14,7 +14,6 @@ Each operation has a folder:
     decode          attention of one token per request
     cascade         decode that reads a shared prefix once: prefix_tree, items, model (of costs),
                     plan; then one of decode's kernels
-    merge           attention states over disjoint keys become one
     append          rotates, and writes to pages
     linear          matrix products whose rows have the same bits in any batch
     elementwise     norm with residual, gated activation

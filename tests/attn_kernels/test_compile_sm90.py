@@ -10,7 +10,6 @@ import torch
 from attn_kernels.append.launch import rotate_and_append
 from attn_kernels.decode.launch import DecodeAttention, decode_tile
 from attn_kernels.elementwise.launch import rms_norm
-from attn_kernels.merge.launch import merge_states
 from attn_kernels.pages.launch import copy_pages, gather_pages, scatter_pages
 from attn_kernels.pages.launch_digest import digest_pages
 from attn_kernels.prefill.launch import PrefillAttention
@@ -166,11 +165,6 @@ def append(
     )
 
 
-def merge(head_dim: int, dtype: torch.dtype) -> object:
-    lses = empty(3, 4, 32, dtype=torch.float32)
-    return merge_states(empty(3, 4, 32, head_dim, dtype=dtype), lses)
-
-
 def norm(dtype: torch.dtype) -> object:
     weight = empty(4096, dtype=dtype)
     return rms_norm(empty(4, 4096, dtype=dtype), weight, 1e-5, residual=empty(4, 4096, dtype=dtype))
@@ -185,10 +179,9 @@ def small_launches() -> dict[str, Callable[[], object]]:
         f"rms_norm_{dtype_name}": partial(norm, dtype) for dtype_name, dtype in dtypes.items()
     }
     of_head_dim = {
-        f"{name}_d{head_dim}_{dtype_name}": partial(launch, head_dim, dtype)
+        f"rotate_and_append_d{head_dim}_{dtype_name}": partial(append, head_dim, dtype)
         for head_dim in HEAD_DIMS
         for dtype_name, dtype in dtypes.items()
-        for name, launch in (("merge", merge), ("rotate_and_append", append))
     }
     to_fp8 = {
         f"rotate_and_append_d{head_dim}_{q_dtype}_to_fp8": partial(

@@ -21,7 +21,6 @@ from attn_kernels.errors import (
     StrideError,
 )
 from attn_kernels.linear.launch import linear
-from attn_kernels.merge.launch import merge_states
 from attn_kernels.pages.launch import copy_pages, gather_pages, scatter_pages
 from attn_kernels.prefill.launch import PrefillAttention
 from attn_kernels.prefill.launch_hopper import HopperTile
@@ -212,7 +211,6 @@ def test_queries_that_are_no_tensor_are_refused(kind: type):
         (lambda: rms_norm(None, torch.zeros(8), 1e-5), "x"),
         (lambda: rms_norm(torch.zeros(2, 8), None, 1e-5), "weight"),
         (lambda: linear(None, torch.zeros(2, 8)), "x"),
-        (lambda: merge_states(None, torch.zeros(2, 3, 4)), "outs"),
     ],
 )
 def test_other_launchers_refuse_what_is_no_tensor(action: Callable[[], object], name: str):
@@ -261,7 +259,6 @@ def test_staging_beside_the_pool_and_copies_within_it_are_launched(staging: torc
     ("action", "message"),
     [
         (lambda: rms_norm(torch.zeros(2, 8), torch.zeros(7), 1e-5), "weight has shape"),
-        (lambda: merge_states(torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 5)), "lses has shape"),
         (
             lambda: PrefillAttention(torch.zeros(1, 1, 2, 1, 4, 16), num_qo_heads=32, scale=1.0),
             "32 query heads per key-value head",

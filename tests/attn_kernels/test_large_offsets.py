@@ -22,7 +22,6 @@ from attn_kernels.decode.plan import FIELDS, DecodeItems, plan_decode
 from attn_kernels.elementwise.launch import rms_norm
 from attn_kernels.linear.launch import linear
 from attn_kernels.linear.launch_triton import MANY
-from attn_kernels.merge.launch import merge_states
 from attn_kernels.pages.launch import gather_pages, scatter_pages
 from attn_kernels.sampling.launch import TokenSampler
 from attn_kernels.sampling.rows import LogitEdits
@@ -233,17 +232,6 @@ def test_rows():
     near = x.clone()
 
     assert torch.equal(rms_norm(x, near[0], 1e-5), rms_norm(near, near[0], 1e-5))
-
-
-def test_merged_states():
-    num_states, stride, shape = 3, 2**30, (1, 1, 16)
-    elements = reserved((num_states - 1) * stride + 16, torch.bfloat16)
-    outs = elements.as_strided((num_states, *shape), (stride, 16, 16, 1), 2**31)
-    outs.copy_(torch.tensor([1.0, 2.0, 3.0]).view(num_states, 1, 1, 1))
-
-    out, _ = merge_states(outs, torch.zeros(num_states, 1, 1))
-
-    assert (out == 2.0).all()
 
 
 def test_logits():

@@ -20,7 +20,6 @@ from attn_kernels.decode import reference as decode_reference
 from attn_kernels.decode.launch import DecodeAttention
 from attn_kernels.elementwise.launch import rms_norm
 from attn_kernels.linear.launch import gated_linear, linear
-from attn_kernels.merge.launch import merge_states
 from attn_kernels.pages.launch import copy_between, copy_pages, gather_pages, scatter_pages
 from attn_kernels.pages.launch_digest import digest_pages
 from attn_kernels.prefill import reference as prefill_reference
@@ -35,7 +34,6 @@ from tests.attn_kernels.small_tiles import CASCADE, DECODE, PREFILL
 from tests.attn_kernels.tolerance import assert_within_twice
 
 FUNCTIONS: list[Callable[..., object]] = [
-    merge_states,
     rotate_and_append,
     rms_norm,
     gather_pages,

@@ -1,1 +1,0 @@
-"""Joining attention states over disjoint keys."""
