@@ -2,7 +2,7 @@
 VENV ?= .venv
 BASE_PYTHON ?= python3
 PY ?= $(VENV)/bin/python
-CLUSTER_ENV = RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 PYTHONPATH=$(CURDIR):$(PYTHONPATH)
+CLUSTER_ENV = RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 PYTHONPATH="$(CURDIR):$(PYTHONPATH)"
 # One thread per test process: two processes with a pool each would fight for the same cores.
 TEST_ENV = $(CLUSTER_ENV) OMP_NUM_THREADS=1
 # One more than there are cores on a small host: tests wait for a third of their time.
@@ -144,12 +144,12 @@ $(VENV)/trained-model: constraints.txt | $(if $(SERVES),$(READY),$(DEV_READY)) #
 
 # From Debian's package prometheus, with package lists of its own, so without root. Where that fails
 # the tests that need it are skipped, and say why.
-APT_GET = timeout 120 apt-get -o Dir::State::Lists=$$folder -o Dir::Cache=$$folder -o Acquire::http::Timeout=15
+APT_GET = timeout 120 apt-get -o "Dir::State::Lists=$$folder" -o "Dir::Cache=$$folder" -o Acquire::http::Timeout=15
 $(VENV)/bin/promtool: | $(VENV)/bin/python
-	@folder=$$(mktemp -d $(abspath $(VENV))/promtool.XXXXXX) && trap "rm -rf $$folder" EXIT && cd $$folder && \
+	@cd $(VENV) && folder=$$(mktemp -d "$$PWD/promtool.XXXXXX") && trap 'rm -rf "$$folder"' EXIT && cd "$$folder" && \
 		{ $(APT_GET) update && $(APT_GET) download prometheus && \
 		dpkg-deb --fsys-tarfile prometheus_*.deb | tar --extract ./usr/bin/promtool && \
-		mv usr/bin/promtool $(abspath $@); } >/dev/null 2>&1 || true
+		mv usr/bin/promtool ../bin/; } >/dev/null 2>&1 || true
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) build server/build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
