@@ -49,8 +49,9 @@ def environment():
 @needs_make
 @pytest.mark.parametrize("target", ["serve", "demo"])
 def test_ctrl_c_ends_a_served_cluster_without_a_word_of_make(target, tmp_path):
-    interpreter = tmp_path / "python"
-    interpreter.write_text(SERVED.format(python=sys.executable))
+    interpreter, python = tmp_path / "served", tmp_path / "python"
+    python.symlink_to(sys.executable)  # whose own path may have a space, unlike this one
+    interpreter.write_text(SERVED.format(python=python))
     interpreter.chmod(0o755)
     process = subprocess.Popen(
         ["make", "--silent", target, f"PY={interpreter}", "MODEL=m"],
