@@ -4,10 +4,13 @@ placement.py adds CUDA_VISIBLE_DEVICES where workers share a GPU, and the path o
 """
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+from cluster.errors import ConfigError
 from pagewire.arguments import TOKEN_VARIABLE
 
 # Of the launching process: what actors must see too, also those on a Ray that ran before.
@@ -72,6 +75,22 @@ def forwarded_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name.startswith(FORWARDED_PREFIXES) and name not in KEPT
     }
+
+
+def own_variables(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return Ray's option for an actor or a task with variables that its Ray does not have.
+
+    Raises:
+        ConfigError: Ray would try to start it for ever.
+    """
+    if not variables:
+        return {}
+    if shlex.quote(sys.executable) != sys.executable:
+        raise ConfigError(
+            f"path of the Python interpreter: found {sys.executable!r}; allowed: one without "
+            "spaces or other characters that a shell interprets, because Ray does not quote it"
+        )
+    return {"runtime_env": {"env_vars": dict(variables)}}
 
 
 def worker_environment(

@@ -19,7 +19,7 @@ from cluster.certificates import own_client
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.deployment import Deployment
 from cluster.devices import shared_gpu, visible_gpu
-from cluster.environment import worker_environment
+from cluster.environment import own_variables, worker_environment
 from cluster.errors import StartError
 from cluster.places import Amounts, Node, Place
 from cluster.pool_config import pool_of
@@ -239,7 +239,7 @@ def _environment(deployment: Deployment, variables: Mapping[str, str]) -> dict[s
     """Return Ray's option for an actor with these variables; none if it inherits them."""
     inherited = deployment.inherited
     differing = {name: each for name, each in variables.items() if inherited.get(name) != each}
-    return {"runtime_env": {"env_vars": differing}} if differing else {}
+    return own_variables(differing)
 
 
 def host_options(config: ClusterConfig, device: str) -> HostOptions:

@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.certificates import own_authority
 from cluster.config import ClusterConfig
+from cluster.environment import own_variables
 from cluster.errors import ConfigError, PlacementError
 from cluster.placement import host_options
 from cluster.places import Node
@@ -154,9 +155,7 @@ def _look_at(
     calls = {}
     for each in looks:
         where = NodeAffinitySchedulingStrategy(each.node["NodeID"], soft=False)
-        placed = task.options(
-            scheduling_strategy=where, runtime_env={"env_vars": dict(environment)}
-        )
+        placed = task.options(scheduling_strategy=where, **own_variables(environment))
         names, address = host_names(each.node), each.node["NodeManagerAddress"]
         call = placed.remote(
             each.options, config.model, names, address, expected, config.tls, authority

@@ -1,10 +1,12 @@
 import os
 import re
+import sys
 
 import pytest
 
 from cli.reference import ENVIRONMENT
-from cluster.environment import forwarded_environment, prepare_ray
+from cluster.environment import forwarded_environment, own_variables, prepare_ray
+from cluster.errors import ConfigError
 from tests.support.distributions import SOURCES
 
 
@@ -48,3 +50,16 @@ def test_how_to_authenticate_at_a_ray_that_runs_already_is_left_to_its_owner(mon
 
     assert os.environ.get("RAY_AUTH_MODE") == given.get("RAY_AUTH_MODE")
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ
+
+
+def test_an_interpreter_that_ray_could_not_start_is_refused(monkeypatch):
+    variables = {"NCCL_DEBUG": "INFO"}
+    monkeypatch.setattr(sys, "executable", "/opt/venv/bin/python")
+    assert own_variables(variables) == {"runtime_env": {"env_vars": variables}}
+
+    monkeypatch.setattr(sys, "executable", "/home/a b/.venv/bin/python")
+    assert own_variables({}) == {}, "what its Ray inherited, Ray starts without a shell"
+    with pytest.raises(
+        ConfigError, match=r"found '/home/a b/\.venv/bin/python'; allowed: one with"
+    ):
+        own_variables(variables)
