@@ -340,8 +340,9 @@ def test_a_forked_process_is_told_instead_of_hanging():
 
 
 FORK_WHILE_IT_STREAMS = """
-import os, sys, time
+import os, sys, time, warnings
 from pagewire import Client
+warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, since Python 3.12
 client = Client(sys.argv[1])
 with client.stream("x") as stream:
     next(stream)
