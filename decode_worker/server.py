@@ -15,7 +15,7 @@ from observability.logs import fields
 from pagewire.protos import worker_pb2, worker_pb2_grpc
 from pagewire.protos.gathering import scatter
 from worker import server
-from worker.errors import InternalError, WorkerError
+from worker.errors import Draining, InternalError, WorkerError
 from worker.identity import WorkerIdentity
 from worker.wire import cut_reason, worker_from_proto
 
@@ -162,4 +162,5 @@ def _failure_to_proto(failure: RequestFailure) -> worker_pb2.RequestFailure:
         code=code,
         message=cut_reason(str(failure.error)),
         failed_passes=failure.failed_passes,
+        leaving=isinstance(failure.error, Draining),
     )

@@ -94,6 +94,7 @@ class Failure:
     code: int  # google.rpc.Code
     message: str
     failed_passes: int = 0  # that computed for the request, on all its workers
+    is_leaving: bool = False  # the worker leaves as planned
 
 
 @dataclass(slots=True)

@@ -156,8 +156,7 @@ class Stream:
 
         Args:
             failure: The report.
-            is_leaving: The membership says that the worker leaves. What the worker itself says is
-                no proof: one whose engine fails also stops.
+            is_leaving: The worker leaves as planned, and gets nothing more.
         """
         if not self.generation.fail_attempt(failure.attempt):
             return
@@ -291,8 +290,10 @@ class Session:
                     _crash(found)
         for each in message.failures:
             if found := self.streams.get(each.request_id):
-                is_leaving = self.worker.member.is_draining
-                found.on_failure(wire.failure(each), is_leaving=is_leaving)
+                failure = wire.failure(each)
+                if failure.is_leaving:
+                    self.worker.note_leaving()
+                found.on_failure(failure, is_leaving=self.worker.is_leaving)
 
     def _end_unknown(self, numbers: Sequence[int], token_ids: Sequence[int]) -> None:
         """End the attempts of choices for which a token came that the model does not have."""

@@ -315,6 +315,7 @@ def failure(message: worker_pb2.RequestFailure) -> Failure:
         code=message.code,
         message=message.message,
         failed_passes=message.failed_passes,
+        is_leaving=message.leaving,
     )
 
 

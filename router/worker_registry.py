@@ -3,7 +3,7 @@
 Life of a worker's entry (one per incarnation):
     CONNECTING  announced by the controller; GetInfo and the first heartbeat are awaited
     READY       heartbeats arrive; takes requests
-    DRAINING    the membership or its heartbeats say so; finishes what it has
+    DRAINING    the membership, its heartbeats or the end of a request say so; finishes what it has
     DEAD        its connection or a session broke, it is stuck or was silent for long, or another
                 incarnation replaced it. While it is a member, the registry keeps trying to reach
                 it, and it may become READY again; if it was stuck, when that step has ended.
@@ -61,6 +61,7 @@ class Worker:
         self.heartbeat: WorkerHeartbeat | None = None
         self.heartbeat_at = 0.0  # loop time
         self.lost_because = ""  # while it is neither READY nor DRAINING
+        self._says_it_leaves = False
         self.is_hanging = False  # it answers, and a step of it has not ended for long
         self.stalled_s = 0.0  # for which it had work and made no step, at the last heartbeat
         self._num_steps = -1  # until then
@@ -84,6 +85,17 @@ class Worker:
         self._num_served_pages = 0.0
         self.broken = asyncio.Event()  # set to make the registry reconnect
         self.task: asyncio.Task[None] | None = None
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this start leaves as planned, as the membership or the worker says."""
+        return self.member.is_draining or self._says_it_leaves
+
+    def note_leaving(self) -> None:
+        """Take its word that it leaves, and also that it takes nothing more from now on."""
+        self._says_it_leaves = True
+        if self.state == "READY":
+            self.state = "DRAINING"
 
     def take_heartbeat(self, beat: WorkerHeartbeat, now: float) -> None:
         """Keep it; its load beyond this router's own requests is that of other routers.
@@ -223,7 +235,7 @@ class WorkerRegistry:
     def is_due(self, pool: PoolName) -> bool:
         """Return whether no worker of a pool takes requests, but one is being connected to."""
         return not self.ready(pool) and any(
-            w.member.pool == pool and w.state == "CONNECTING" and not w.member.is_draining
+            w.member.pool == pool and w.state == "CONNECTING" and not w.is_leaving
             for w in self._workers.values()
         )
 
@@ -278,7 +290,7 @@ class WorkerRegistry:
                 heartbeat_age_s=now - worker.heartbeat_at,
             )
             for worker in workers
-            if not (worker.state == "DEAD" and worker.member.is_draining)
+            if not (worker.state == "DEAD" and worker.is_leaving)
         ]
 
     def misfits(self) -> dict[str, str]:
@@ -469,7 +481,7 @@ class WorkerRegistry:
             if self._is_stuck(worker):
                 raise WorkerGone(_stalled(worker))
             worker.take_heartbeat(beat, asyncio.get_running_loop().time())
-            is_draining = beat.is_draining or worker.member.is_draining
+            is_draining = beat.is_draining or worker.is_leaving
             state = "DRAINING" if is_draining else "READY"
             if worker.state != state:
                 worker.state, worker.lost_because = state, ""

@@ -11,7 +11,7 @@ from kv_transfer.transport import Transport
 from protos.contract import contract_difference
 from worker.background import BackgroundTasks
 from worker.config import HostConfig
-from worker.errors import Draining, OtherContract, StaleIncarnation
+from worker.errors import Draining, Failing, OtherContract, StaleIncarnation
 from worker.executor import EngineExecutor
 from worker.identity import ModelInfo, WorkerIdentity
 from worker.wake import Wake
@@ -41,6 +41,7 @@ class WorkerContext(Generic[Config_co]):
         grammars: The model's grammars, for answers with a constraint.
         wake: Set it to have the scheduler look again.
         is_draining: The worker takes nothing new.
+        is_failing: It also cannot go on.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class WorkerContext(Generic[Config_co]):
         self.tasks = BackgroundTasks()
         self.wake = Wake()
         self.is_draining = False
+        self.is_failing = False
 
     def _read_vocabulary(self) -> "ModelTokens":
         from grammars.vocabulary import read_vocabulary
@@ -92,6 +94,8 @@ class WorkerContext(Generic[Config_co]):
             raise OtherContract(difference)
 
     def check_open(self) -> None:
-        """Raise Draining if the worker takes nothing new."""
+        """Raise Draining or Failing if the worker takes nothing new."""
+        if self.is_failing:
+            raise Failing("this worker fails")
         if self.is_draining:
             raise Draining("the worker is draining")

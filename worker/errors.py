@@ -2,7 +2,8 @@
 
 WorkerError              reported to the caller
 ├── Overloaded           too many requests wait already
-├── Draining             the worker is going away; another one can take over
+├── Draining             the worker leaves or restarts as planned; another one can take over
+├── Failing              the worker cannot go on, and ends; another one can take over
 ├── TimedOut             the call, or the request, took longer than it may
 ├── PassFailed           a pass that computed for it failed; another worker may succeed
 ├── EngineFailed         passes for it failed repeatedly, or drew no token
@@ -28,7 +29,11 @@ class Overloaded(WorkerError):
 
 
 class Draining(WorkerError):
-    """The worker is going away."""
+    """The worker leaves or restarts as planned."""
+
+
+class Failing(WorkerError):
+    """The worker cannot go on, and ends."""
 
 
 class TimedOut(WorkerError):

@@ -27,7 +27,7 @@ from pagewire.types import WorkerStatus
 from worker.cache_feed import CacheFeed
 from worker.config import HostConfig
 from worker.context import WorkerContext
-from worker.errors import Draining, WorkerError
+from worker.errors import Draining, Failing, WorkerError
 from worker.load import WorkerLoad, WorkerTotals
 from worker.server import WORKER_SERVICE, WorkerServicer, register_worker_services
 from worker.step_loop import Scheduler, StepListener, StepLoop
@@ -198,9 +198,9 @@ class WorkerHost:
 
     async def _resign(self) -> None:
         """Refuse new work, and turn all callers away."""
-        self._context.is_draining = True
+        self._context.is_draining = self._context.is_failing = True
         await self._health.enter_graceful_shutdown()
-        await self._send_away(Draining("this worker fails"))
+        await self._send_away(Failing("this worker fails"))
 
     async def _send_away(self, error: WorkerError) -> None:
         """End running work and make sure its callers know, so that they go on elsewhere at once."""

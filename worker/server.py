@@ -15,6 +15,7 @@ from worker.context import WorkerContext
 from worker.errors import (
     Draining,
     EngineFailed,
+    Failing,
     InternalError,
     OtherContract,
     Overloaded,
@@ -34,6 +35,7 @@ WORKER_SERVICE = "pagewire.v1.WorkerService"
 STATUS_CODES: dict[type[WorkerError], grpc.StatusCode] = {
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Draining: grpc.StatusCode.UNAVAILABLE,
+    Failing: grpc.StatusCode.UNAVAILABLE,
     TimedOut: grpc.StatusCode.DEADLINE_EXCEEDED,
     PassFailed: grpc.StatusCode.ABORTED,
     EngineFailed: grpc.StatusCode.INTERNAL,

@@ -30,10 +30,10 @@ from llm_engine.kv_reads import NO_READS
 from llm_engine.sampling import SequenceSlice
 from observability.logs import fields
 from worker.errors import (
-    Draining,
     EngineFailed,
     EngineHangs,
     EngineLost,
+    Failing,
     PassFailed,
     WorkerError,
 )
@@ -350,7 +350,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
                     self._num_failed = 0
                     return
                 self._num_failed += 1
-            reason = Draining("the engine of this worker fails")
+            reason = Failing("the engine of this worker fails")
         while self._unsettled:
             self._fail(self._unsettled.popleft(), reason)
         raise EngineLost(f"{type(error).__name__}: {error}") from error

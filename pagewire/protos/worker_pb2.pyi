@@ -181,18 +181,20 @@ class TokenDelta(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., first_index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stats: _Optional[_Union[_common_pb2.RequestStats, _Mapping]] = ...) -> None: ...
 
 class RequestFailure(_message.Message):
-    __slots__ = ("request_id", "attempt", "code", "message", "failed_passes")
+    __slots__ = ("request_id", "attempt", "code", "message", "failed_passes", "leaving")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     FAILED_PASSES_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     code: int
     message: str
     failed_passes: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., failed_passes: _Optional[int] = ...) -> None: ...
+    leaving: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., failed_passes: _Optional[int] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
     __slots__ = ("receiver", "sender_incarnation", "connection_id", "transport", "offer", "layout")

@@ -1267,6 +1267,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
         late = await router.submit(prompt_of(20, seed=1))
         await late.ended.wait()
         assert late.failure.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert late.failure.leaving
         await router.finish(stream)
         await stopping
 
@@ -1280,5 +1281,6 @@ def test_a_worker_that_stops_hands_its_requests_back() -> None:
         await cluster.decode.process.spawn(cluster.decode.worker.stop(grace_s=0.1))
         await stream.ended.wait()
         assert stream.failure.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert stream.failure.leaving
 
     run(scenario)

@@ -16,7 +16,7 @@ from tests.decode_worker.harness import (
     run,
 )
 from tests.support.log_records import logged
-from worker.errors import EngineLost
+from worker.errors import EngineLost, Failing
 
 TOXIN = 999
 
@@ -151,6 +151,9 @@ def test_a_decode_worker_whose_engine_always_fails_sends_all_requests_away_and_e
 
         # Nobody is to blame, so nobody counts a failed pass.
         assert {code_of(each) for each in (*streams, queued)} == {"UNAVAILABLE"}
+        assert not any(each.failure.leaving for each in (*streams, queued)), "not as planned"
+        with pytest.raises(Failing):
+            cluster.decode.worker._context.check_open()
         assert {each.failure.failed_passes for each in (*streams, queued)} == {0}
         async with asyncio.timeout(5.0):
             await router.reading  # the session has ended

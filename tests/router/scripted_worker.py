@@ -90,6 +90,7 @@ class Session:
         code: grpc.StatusCode,
         message: str = "no",
         failed_passes: int = 0,
+        is_leaving: bool = False,
     ) -> None:
         failure = worker_pb2.RequestFailure(
             request_id=submit.request_id,
@@ -97,6 +98,7 @@ class Session:
             code=code.value[0],
             message=message,
             failed_passes=failed_passes,
+            leaving=is_leaving,
         )
         self.outbox.put_nowait(worker_pb2.SessionResponse(failures=[failure]))
 

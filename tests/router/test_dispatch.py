@@ -631,8 +631,16 @@ async def _hand_over(session: Session, submit: Submit) -> None:
     session.fail(submit, grpc.StatusCode.UNAVAILABLE)
 
 
+async def _hand_over_saying_so(session: Session, submit: Submit) -> None:
+    session.fail(submit, grpc.StatusCode.UNAVAILABLE, is_leaving=True)
+
+
 async def _fail_a_pass(session: Session, submit: Submit) -> None:
     session.fail(submit, grpc.StatusCode.ABORTED)
+
+
+async def _fail_a_pass_saying_so(session: Session, submit: Submit) -> None:
+    session.fail(submit, grpc.StatusCode.ABORTED, is_leaving=True)
 
 
 async def _break_off(session: Session, submit: Submit) -> None:
@@ -645,7 +653,9 @@ async def _break_off(session: Session, submit: Submit) -> None:
         ("membership", _hand_over, 6),
         ("membership", _fail_a_pass, 4),
         ("membership", _break_off, 4),
-        ("worker", _hand_over, 4),  # as one whose engine fails
+        ("worker", _hand_over_saying_so, 6),
+        ("worker", _fail_a_pass_saying_so, 4),
+        ("heartbeats", _hand_over, 4),  # as one whose engine fails
     ],
 )
 def test_only_what_workers_hand_over_when_they_leave_counts_as_no_loss(
@@ -678,6 +688,29 @@ def test_only_what_workers_hand_over_when_they_leave_counts_as_no_loss(
                 assert answer.error is not None
                 assert answer.error.code() is grpc.StatusCode.ABORTED
                 assert answer.token_ids() == tokens(0, 4)
+
+    run_virtual(main())
+
+
+def test_a_worker_that_says_it_leaves_and_stays_gets_nothing_more() -> None:
+    async def main() -> None:
+        async def leave(session: Session, submit: Submit) -> None:
+            await _hand_over_saying_so(session, submit)
+            session.end()  # the router connects anew, and its heartbeats tell of nothing
+
+        workers = [ScriptedWorker(f"decode-{i}", serve=leave) for i in range(5)]
+        async with running_router(*workers, worker_wait_s=10.0) as tested:
+            first = await tested.generate()
+            assert {tested.state(each.worker_id) for each in workers} == {"DRAINING"}
+            second = await tested.generate()
+
+            assert [len(worker.submits) for worker in workers] == [1] * 5
+            for answer in (first, second):
+                assert answer.error is not None
+                assert answer.error.code() is grpc.StatusCode.UNAVAILABLE
+                assert (answer.error.details() or "").startswith("no decode worker for 10 s")
+            await tested.add(ScriptedWorker("decode-0", incarnation=2))
+            assert (await tested.generate()).token_ids() == tokens(0, 10)
 
     run_virtual(main())
 

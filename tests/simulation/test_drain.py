@@ -127,7 +127,10 @@ def test_workers_that_leave_and_come_back_under_load_fail_no_request(seed: int) 
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_stream_outlasts_any_number_of_workers_that_stop_in_order(comes_back: bool) -> None:
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_a_stream_outlasts_any_number_of_workers_that_stop_in_order(
+    comes_back: bool, is_announced: bool
+) -> None:
     """Each time it is on the worker that stops next."""
     num_stops = 6
     shape = ClusterShape(num_decode=2 if comes_back else num_stops + 1, pass_s=0.05)
@@ -146,7 +149,7 @@ def test_a_stream_outlasts_any_number_of_workers_that_stop_in_order(comes_back: 
             await wait_until(lambda: serving() or client.done())
             assert not client.done(), client.result().details
             [worker_id] = serving()
-            assert_empty(await cluster.drain(worker_id, grace_s=0.1))
+            assert_empty(await cluster.drain(worker_id, 0.1, is_announced=is_announced))
             if comes_back:
                 await cluster.start_worker(worker_id)
                 await wait_until(cluster.all_are_ready)

@@ -293,11 +293,20 @@ class FakeCluster:
             if each.process.state == "running":
                 await each.process.spawn(each.router.set_workers(members))
 
-    async def drain(self, worker_id: str, grace_s: float) -> FakeWorker:
-        """Let a worker go, as the cluster's controller and the worker's actor do."""
+    async def drain(
+        self, worker_id: str, grace_s: float, *, is_announced: bool = True
+    ) -> FakeWorker:
+        """Let a worker go, as the cluster's controller and the worker's actor do.
+
+        Args:
+            worker_id: The worker.
+            grace_s: Seconds for its requests.
+            is_announced: The routers hear of it before it begins, as they should.
+        """
         worker = self.workers[worker_id]
         self.leaving.add(worker_id)
-        await self.announce()
+        if is_announced:
+            await self.announce()
         await worker.process.spawn(worker.worker.stop(grace_s))
         await worker.process.spawn(worker.server.stop(LAST_WORDS_S))
         del self.workers[worker_id]

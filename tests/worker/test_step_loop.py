@@ -12,10 +12,10 @@ import pytest
 from llm_engine.engine_step import EngineStep, StepResult
 from worker import step_loop
 from worker.errors import (
-    Draining,
     EngineFailed,
     EngineHangs,
     EngineLost,
+    Failing,
     PassFailed,
     WorkerError,
 )
@@ -320,7 +320,7 @@ def test_an_engine_that_computes_nothing_is_given_up_and_no_request_is_blamed() 
     with pytest.raises(EngineLost, match="injected"):
         run(world)
 
-    assert all(isinstance(each, Draining) for each in world.failures.values())
+    assert all(isinstance(each, Failing) for each in world.failures.values())
     assert len(world.failures) == 4
     assert len(world.passes) == 3, "a pass and two probes"
     assert world.loop.num_steps == 0
