@@ -116,8 +116,8 @@ class RouterConfig:
     )
     stuck_after_s: float = option(
         30.0,
-        "How long a worker may make no engine step while it sends heartbeats and sequences run. "
-        "Then it gets no requests until the step has ended.",
+        "How long a worker may make no engine step while it sends heartbeats and has work for "
+        "one. Then it gets no requests until the step has ended.",
         at_least=0,
     )
     connect_timeout_s: float = option(

@@ -156,6 +156,7 @@ def heartbeat(response: worker_pb2.WatchResponse) -> WorkerHeartbeat:
         num_used_pages=pages.live + pages.leased + pages.incoming + pages.quarantine,
         num_computed_tokens=beat.totals.computed_tokens,
         is_draining=beat.draining,
+        is_stepping=beat.stepping,
         message=beat.SerializeToString(),
     )
 

@@ -115,7 +115,8 @@ class Worker:
 
     def note_progress(self, beat: WorkerHeartbeat, now: float) -> None:
         """Note how long it has made no step; that it was reached anew is no progress."""
-        if beat.steps != self._num_steps or not beat.num_running:
+        has_work = beat.num_running or beat.is_stepping  # of prompts alone, say
+        if beat.steps != self._num_steps or not has_work:
             self._num_steps, self._stepped_at = beat.steps, now
         self.stalled_s = now - self._stepped_at
 

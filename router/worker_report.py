@@ -32,6 +32,7 @@ class WorkerHeartbeat:
     num_used_pages: int  # that cannot be evicted
     num_computed_tokens: int  # prompt tokens, since the worker's start
     is_draining: bool
+    is_stepping: bool  # an engine step has not ended
     message: bytes  # all of it, as it came, for the cluster status
 
 

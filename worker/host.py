@@ -234,4 +234,5 @@ class WorkerHost:
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.num_queued_tokens,
             is_draining=self._context.is_draining,
+            is_stepping=self._loop.is_stepping,
         )

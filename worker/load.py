@@ -42,3 +42,4 @@ class WorkerLoad:
     waiting: int  # requests that wait for pages, for a prefill or for a place
     queued_tokens: int  # prompt tokens not yet computed here
     is_draining: bool
+    is_stepping: bool  # a step has not ended

@@ -189,6 +189,11 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         self._read_at = 0.0  # when the last step ended, or the loop began
         self._has_unrecorded = True  # passes, as far as is known
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step has been launched that has not ended."""
+        return bool(self._launched_at)
+
     async def run(self) -> None:
         """Step until cancelled; launched steps then end, and their results are dropped.
 

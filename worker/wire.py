@@ -139,6 +139,7 @@ def heartbeat_to_proto(
         waiting=load.waiting,
         queued_tokens=load.queued_tokens,
         draining=load.is_draining,
+        stepping=load.is_stepping,
         pages=inference_pb2.PageCounts(
             total=pages.total,
             free=pages.free,

@@ -375,7 +375,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., pool: _Optional[_Union[_common_pb2.Pool, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., heartbeat_age_ms: _Optional[int] = ..., misfit: _Optional[str] = ..., silence: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("worker", "pool", "steps", "running", "waiting", "queued_tokens", "pages", "totals", "draining")
+    __slots__ = ("worker", "pool", "steps", "running", "waiting", "queued_tokens", "pages", "totals", "draining", "stepping")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -385,6 +385,7 @@ class Heartbeat(_message.Message):
     PAGES_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    STEPPING_FIELD_NUMBER: _ClassVar[int]
     worker: _common_pb2.WorkerRef
     pool: _common_pb2.Pool
     steps: int
@@ -394,7 +395,8 @@ class Heartbeat(_message.Message):
     pages: PageCounts
     totals: WorkerTotals
     draining: bool
-    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., pool: _Optional[_Union[_common_pb2.Pool, str]] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., pages: _Optional[_Union[PageCounts, _Mapping]] = ..., totals: _Optional[_Union[WorkerTotals, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    stepping: bool
+    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., pool: _Optional[_Union[_common_pb2.Pool, str]] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., pages: _Optional[_Union[PageCounts, _Mapping]] = ..., totals: _Optional[_Union[WorkerTotals, _Mapping]] = ..., draining: _Optional[bool] = ..., stepping: _Optional[bool] = ...) -> None: ...
 
 class PageCounts(_message.Message):
     __slots__ = ("total", "free", "live", "cached", "leased", "incoming", "quarantine")

@@ -18,6 +18,7 @@ def heartbeat(**fields):
         "num_pages": 8,
         "num_used_pages": 0,
         "is_draining": False,
+        "is_stepping": False,
         "message": b"",
     }
     return WorkerHeartbeat(**(defaults | fields))

@@ -544,7 +544,7 @@ SCENARIO_BUGS: list[tuple[Plant, Callable[[], None]]] = [
             answer_is_progress,
             lambda each=each: (
                 stuck_workers.test_a_worker_whose_step_hangs_takes_nothing_until_it_ends(
-                    "decode", "well", each
+                    "decode", 2, "well", each
                 )
             ),
         )

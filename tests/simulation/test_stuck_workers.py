@@ -17,12 +17,13 @@ SOON_S = 1.5  # three heartbeats
 LONG = SamplingParams(temperature=0.9, seed=3, max_tokens=50, ignore_eos=True)
 
 
-@pytest.mark.parametrize("pool", ["decode", "prefill"])
+@pytest.mark.parametrize(("pool", "num_prefill"), [("decode", 2), ("decode", 0), ("prefill", 2)])
 @pytest.mark.parametrize("how_it_ends", ["well", "with an error"])
 @pytest.mark.parametrize("connection_breaks", ["never", "before it is dead", "after that"])
 def test_a_worker_whose_step_hangs_takes_nothing_until_it_ends(
-    pool: str, how_it_ends: str, connection_breaks: str
+    pool: str, num_prefill: int, how_it_ends: str, connection_breaks: str
 ) -> None:
+    """A step of decode workers computes sequences; where there are no others, first a prompt."""
     names = [f"{pool}-0", f"{pool}-1"]
 
     async def body(cluster: FakeCluster) -> None:
@@ -60,7 +61,7 @@ def test_a_worker_whose_step_hangs_takes_nothing_until_it_ends(
         assert_right(*await asyncio.gather(*late))
         assert len(executor.passes) > num_passes + 1, "it serves again"
 
-    in_cluster(FakeCluster(shape=ClusterShape(num_prefill=2, num_decode=2)), body)
+    in_cluster(FakeCluster(shape=ClusterShape(num_prefill=num_prefill, num_decode=2)), body)
 
 
 @pytest.mark.parametrize("how_it_ends", ["the step ends", "the worker restarts"])
