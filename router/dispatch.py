@@ -370,6 +370,7 @@ class Dispatcher:
                 max_new_tokens=request.sampling.max_tokens,
                 page_size=request.page_size,
                 affinity=(request.page_hashes or (request.packed_token_ids,))[0],
+                device=generation.device,
             ),
             decode_workers=[each.load(now) for each in decode_workers],
             prefill_workers=[each.load(now) for each in self._registry.ready("prefill")],

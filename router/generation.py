@@ -319,6 +319,7 @@ class Generation:
         self.num_refusals = 0  # attempts that their workers refused
         self.num_resumptions = 0  # attempts that continued an earlier one
         self.decode_workers: list[str] = []  # in order of use
+        self.device = ""  # type of the one that drew the newest tokens; empty: unknown
         self.token_gaps: TokenGaps | None = None  # where time between tokens is counted
         self.sent_at = 0.0  # to its first worker; loop time
         self.first_token_at: float | None = None

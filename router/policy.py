@@ -19,6 +19,9 @@ A decode worker receives the pages that it lacks, which takes milliseconds over 
 computed only if the prefill worker lacks them, too, at the same cost for every decode worker. So a
 prefix that a decode worker already holds saves little more than the transfer, and load decides.
 Without prefill workers a decode worker computes all that it lacks, and overlap saves that work.
+
+A request that another decode worker has begun stays on the same type of device where that has room
+soon, whatever it costs: on another type, the next tokens might be other ones.
 """
 
 import hashlib
@@ -26,6 +29,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from router.expected_wait import EXPECTED_NEW_TOKENS, DecodeQueue, Demand, wait_to_hold_s
+
+SAME_DEVICE_WAIT_S = 5.0  # most that a request waits for its type of device; a fault costs as much
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +50,7 @@ class WorkerLoad:
     """One worker that may be chosen, and its load."""
 
     worker_id: str
+    device: str = ""  # its type; empty: unknown
     num_requests: int = 0  # that it has now
     queued_tokens: int = 0  # prompt tokens that wait to be computed there
     prefill_wait_s: float = 0.0  # until these are computed, as far as that is known
@@ -61,6 +67,7 @@ class RouteQuery:
     max_new_tokens: int  # of each
     page_size: int
     affinity: bytes  # of the first page: cold prompts with the same beginning go to the same place
+    device: str = ""  # the type that drew its tokens so far; empty: none, or unknown
 
 
 @dataclass(kw_only=True, slots=True)  # not frozen: to make one would take many times as long
@@ -98,7 +105,8 @@ def route(
     decode = decode_workers[0]
     if len(decode_workers) > 1:
         decode = min(
-            decode_workers, key=lambda each: costs.ranked(each, costs.decode_s(each, best))
+            costs.alike(decode_workers) or decode_workers,
+            key=lambda each: costs.ranked(each, costs.decode_s(each, best)),
         )
     computing = costs.computing(decode, best)
     return RouteDecision(
@@ -129,6 +137,16 @@ class _Costs:
         """Order equal workers differently for different prompts, so that cold prompts spread."""
         name = self._query.affinity + worker.worker_id.encode()
         return seconds, hashlib.blake2b(name, digest_size=8).digest()
+
+    def alike(self, workers: Sequence[WorkerLoad]) -> list[WorkerLoad]:
+        """Return those with room soon, of the type of device that drew the request's tokens."""
+        return [
+            each
+            for each in workers
+            if self._query.device
+            and each.device == self._query.device
+            and self._hold_s(each) <= SAME_DEVICE_WAIT_S
+        ]
 
     def num_lacking(self, worker: WorkerLoad) -> int:
         """Return the tokens that a worker's cache lacks: at least one, the last."""

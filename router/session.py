@@ -137,6 +137,7 @@ class Stream:
         self._is_flowing = True
         if self.placement:
             self.placement.prefilled(now)
+            generation.device = self.placement.decode.device
         if not self._is_paced:
             self._is_paced = True
             self._pacer.change(self._sending_us)

@@ -68,6 +68,7 @@ class Worker:
         self._stepped_at = 0.0  # loop time of the last progress
         self._heartbeat_gap_s = 0.0  # between the last two
         self.max_sequences = 0  # places in its batch; 0: unknown, or a prefill worker
+        self.device = ""  # its type; empty: unknown
         self.receive_s_per_token = 0.0  # of pages, over the transport that it prefers
         self.num_requests = 0  # that this router has there now
         self.num_sequences = 0  # of them, choices
@@ -133,6 +134,7 @@ class Worker:
         queued_tokens = self.queued_tokens + self._foreign_tokens
         return WorkerLoad(
             worker_id=self.member.worker_id,
+            device=self.device,
             num_requests=self.num_requests + self._foreign_requests,
             queued_tokens=queued_tokens,
             prefill_wait_s=self._token_rate.seconds(queued_tokens),
@@ -406,6 +408,7 @@ class WorkerRegistry:
             raise WorkerGone(f"is in pool {info.pool}, was announced as {worker.member.pool}")
         self._check_contract(worker, info.contract_version)
         self._adopt_model(worker, info.model)
+        worker.device = info.device
         worker.receive_s_per_token = self._receive_s_per_token(info)
         if self._is_stuck(worker):
             await self._wait_for_step(worker)

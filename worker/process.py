@@ -114,6 +114,7 @@ class WorkerProcess:
             worker_id=settings.worker_id,
             incarnation=incarnation,
             address=join_address(settings.host, port),
+            device=_device_type(settings.device),
         )
         context = WorkerContext(
             config=self._config,
@@ -208,6 +209,15 @@ class WorkerProcess:
             except Exception:
                 # A bug must not make the worker unknown to a controller that restarts.
                 log.exception("announce_crashed", extra=fields(worker_id=identity.worker_id))
+
+
+def _device_type(device: str) -> str:
+    """Return the type of the device that computes: with another type, tokens may differ."""
+    if device == "cpu":
+        return device
+    import torch  # as in _load
+
+    return torch.cuda.get_device_name()
 
 
 def _load(settings: WorkerSettings, report_loaded: ReportLoaded) -> tuple["Engine", ModelInfo]:

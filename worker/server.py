@@ -98,6 +98,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_pages=own.cache.pool.num_pages,
             page_bytes=layout.page_bytes,
             transports=[transport.name for transport in own.transports],
+            device=own.identity.device,
         )
 
     async def Watch(

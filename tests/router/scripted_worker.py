@@ -140,6 +140,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
     contract_version: int = CONTRACT_VERSION
     max_context_tokens: int = 512
     max_choices: int = 64
+    device: str = "cpu"
     heartbeat: dict[str, Any] = field(default_factory=dict)  # fields of the next ones
     is_silent: bool = False
     is_leaving: bool = False  # as the membership says
@@ -193,6 +194,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
             ),
             model_fingerprint=self.fingerprint,
             eos_token_ids=[EOS],
+            device=self.device,
         )
 
     async def Watch(  # noqa: N802

@@ -715,6 +715,75 @@ def test_a_worker_that_says_it_leaves_and_stays_gets_nothing_more() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize(
+    ("name", "num_tokens", "devices", "num_running", "expected"),
+    [
+        ("the same type, though busier", 3, ("H100", "L4", "H100"), 10, "decode-2"),
+        ("not if it has no room soon", 3, ("H100", "L4", "H100"), 50, "decode-1"),
+        ("another type if there is no other", 3, ("H100", "L4", "L4"), 10, "decode-1"),
+        ("not before the first token", 0, ("H100", "L4", "H100"), 10, "decode-1"),
+        ("not if the type is unknown", 3, ("", "L4", ""), 10, "decode-1"),
+    ],
+)
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_stream_goes_on_on_the_type_of_device_that_drew_its_tokens(
+    name: str,
+    num_tokens: int,
+    devices: tuple[str, str, str],
+    num_running: int,
+    expected: str,
+    is_planned: bool,
+) -> None:
+    async def main() -> None:
+        async def end(session: Session, submit: Submit) -> None:
+            for index in range(num_tokens):
+                session.send(delta(submit, 0, index))
+            await (_hand_over_saying_so if is_planned else _break_off)(session, submit)
+
+        workers = [
+            ScriptedWorker("decode-0", device=devices[0], serve=end),
+            ScriptedWorker("decode-1", device=devices[1], heartbeat={"running": 1}),
+            ScriptedWorker("decode-2", device=devices[2], heartbeat={"running": num_running}),
+        ]
+        async with running_router(*workers, max_running_sequences=20) as tested:
+            answer = await tested.generate()
+
+            assert list(answer.usage.decode_workers) == ["decode-0", expected], name
+            assert answer.token_ids() == tokens(0, 10)
+
+    run_virtual(main())
+
+
+def test_a_stream_that_had_to_change_the_type_of_device_stays_on_the_new_one() -> None:
+    async def main() -> None:
+        async def one_token(session: Session, submit: Submit) -> None:
+            session.send(delta(submit, 0, submit.attempt))
+            if submit.attempt == 1:
+                await have_come.wait()
+            await _hand_over_saying_so(session, submit)
+
+        have_come = asyncio.Event()
+        workers = [
+            ScriptedWorker("decode-0", device="H100", serve=one_token),
+            ScriptedWorker("decode-1", device="L4", serve=one_token, heartbeat={"running": 1}),
+        ]
+        late = [
+            ScriptedWorker("decode-2", device="H100", heartbeat={"running": 2}),
+            ScriptedWorker("decode-3", device="L4", heartbeat={"running": 9}),
+        ]
+        tested: RouterUnderTest
+        async with running_router(*workers) as tested:
+            answering = asyncio.create_task(tested.generate())
+            await wait_until(lambda: len(workers[1].submits) == 1)
+            await tested.add(*late)
+            have_come.set()
+            answer = await answering
+
+            assert list(answer.usage.decode_workers) == ["decode-0", "decode-1", "decode-3"]
+
+    run_virtual(main())
+
+
 def test_a_worker_that_has_restarted_as_planned_is_as_good_as_any_other() -> None:
     """In a restart of all workers it is the one that does not stop again."""
 

@@ -36,6 +36,7 @@ def decide(
     num_tokens: int = 1600,
     num_sequences: int = 1,
     affinity: bytes = b"a",
+    device: str = "",
 ) -> RouteDecision:
     return route(
         RouteQuery(
@@ -44,6 +45,7 @@ def decide(
             max_new_tokens=100,
             page_size=PAGE,
             affinity=affinity,
+            device=device,
         ),
         decode_workers=decode,
         prefill_workers=prefill or [],
@@ -86,6 +88,36 @@ def test_without_prefill_workers_the_decode_worker_is_the_cheapest(
     name: str, workers: list[WorkerLoad], overlaps: Mapping[str, int], expected: str
 ) -> None:
     assert decide(workers, overlaps=overlaps).decode_worker == expected, name
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "workers", "expected"),
+    [
+        ("a new request goes by load", "", [load("d0", 9, device="a"), load("d1", device="b")],
+         "d1"),
+        ("one of unknown type, too", "", [load("d0", 9), load("d1", device="b")], "d1"),
+        ("one that has tokens stays on its type", "a",
+         [load("d0", 200, device="a"), load("d1", device="b")], "d0"),
+        ("by load among several of it", "a",
+         [load("d0", 9, device="a"), load("d1", device="b"), load("d2", 3, device="a")], "d2"),
+        ("a short wait is accepted", "a",
+         [load("d0", device="a", queue=pool(0, max_sequences=4, num_sequences=4)),
+          load("d1", device="b")], "d0"),
+        ("a long one is not", "a",
+         [load("d0", device="a", queue=pool(0, max_sequences=4, num_sequences=8)),
+          load("d1", device="b")], "d1"),
+        ("if all wait long, the shortest wait counts", "a",
+         [load("d0", device="a", queue=pool(0, max_sequences=4, num_sequences=8)),
+          load("d1", device="b", queue=pool(0, max_sequences=4, num_sequences=12))], "d0"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("has_prefill", [True, False])
+def test_a_request_that_has_tokens_stays_on_the_type_of_device_that_drew_them(
+    name: str, device: str, workers: list[WorkerLoad], expected: str, has_prefill: bool
+) -> None:
+    decision = decide(workers, idle("p0") if has_prefill else [], device=device)
+
+    assert decision.decode_worker == expected, name
 
 
 def requests_until_b(prefix_len: int, receive_s_per_token: float, held_by_prefill: bool) -> int:

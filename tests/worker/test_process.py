@@ -12,10 +12,12 @@ from llm_engine.sampling import SamplingParams
 from pagewire.protos import worker_pb2, worker_pb2_grpc
 from pagewire.protos.token_ids import pack_token_ids
 from protos.contract import CONTRACT_VERSION
+from router.wire import get_info
 from tests.cluster.in_process import start_worker
 from tests.support.checkpoints import write_checkpoint
 from tests.support.cluster_keys import credentials_of, proven
 from tests.support.virtual_executor import AcceleratorError
+from worker.process import _device_type
 from worker.wire import sampling_to_proto
 
 
@@ -71,6 +73,28 @@ def test_a_process_whose_engine_is_lost_says_so_to_its_callers_and_then_to_its_a
         is_over.set()
 
     asyncio.run(scenario())
+
+
+def test_a_process_tells_routers_the_type_of_its_device(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+
+    async def scenario() -> None:
+        members: list[Any] = []
+        process = await start_worker(tmp_path, "decode-0", members)
+        [member] = members
+        async with grpc.aio.insecure_channel(member.address) as plain:
+            channel = proven(plain, member, credentials_of("router", "router-0"))
+            info = await get_info(channel, 5.0)
+        await process.stop(0.0)
+        assert info.device == "cpu"
+
+    asyncio.run(scenario())
+
+
+def test_the_type_of_a_gpu_is_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA L4")
+
+    assert _device_type("cuda") == "NVIDIA L4"
 
 
 def test_a_process_that_does_not_end_in_time_announces_nothing_more(
