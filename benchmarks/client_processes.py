@@ -18,6 +18,7 @@ from typing import Self
 from benchmarks.prompts import StreamSpec, token_ids
 from benchmarks.stream_statistics import StreamRecord
 from pagewire import AsyncClient, PagewireError
+from pagewire.protos.trace_context import TraceContext
 from pagewire.tracing import caller_span
 
 ARM_TIMEOUT_S = 120.0  # making prompts takes a millisecond for each 100,000 tokens
@@ -219,7 +220,7 @@ async def _read(
     counts: list[int] = []
     tokens: list[int] = []
     usage, error = None, ""
-    caller_span.set(spec.traceparent)  # in the context of this stream's own task
+    caller_span.set(TraceContext(spec.traceparent))  # in the context of this stream's own task
     started = time.monotonic()
     try:
         async with client.stream(

@@ -26,12 +26,14 @@ from llm_engine.kv_reads import NO_READS, flat_reads
 from observability.token_gaps import TokenGaps
 from observability.tracing import begin_part, begin_trace, stop_tracing, trace_to
 from pagewire.protos import inference_pb2
+from pagewire.protos.trace_context import NO_TRACE, TraceContext
 from router.metrics import RouterMetrics
 from worker.load import WorkerTotals
 
 RESULTS = Path(__file__).parent / "results"
 CONTEXT = 1024  # tokens of each stream
 ANSWER_TOKENS = 128  # over which the cost of a call is spread
+CALLER = TraceContext(f"00-{'1' * 32}-{'1' * 16}-01")
 TOKEN_BYTES = 2 * 8 * 128 * 2 * 32  # K and V of Llama-3-8B
 
 
@@ -78,7 +80,7 @@ def router_call() -> Callable[[], None]:
 
 def router_spans() -> None:
     """Make the spans of a call at a router."""
-    span = begin_trace("generate", "", request_id="0" * 16)
+    span = begin_trace("generate", NO_TRACE, request_id="0" * 16)
     span.event("admitted")
     attempt = span.child("attempt", attempt=1, decode_worker="decode-0")
     span.event("first_token")
@@ -88,7 +90,7 @@ def router_spans() -> None:
 
 def worker_spans() -> None:
     """Make the spans of a call at a decode worker."""
-    span = begin_part("decode", f"00-{'1' * 32}-{'1' * 16}-01", request_id="0" * 16)
+    span = begin_part("decode", CALLER, request_id="0" * 16)
     span.event("begun")
     receive = span.child("receive", prefill_worker="prefill-0")
     receive.event("first_token")

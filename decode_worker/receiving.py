@@ -29,6 +29,7 @@ from kv_transfer.users import Users
 from observability.logs import fields
 from observability.tracing import NoSpan
 from pagewire.protos.call_tasks import mark_seen
+from pagewire.protos.trace_context import TraceContext
 from protos.contract import contract_difference
 from worker.context import WorkerContext
 from worker.errors import InternalError, WorkerError
@@ -237,7 +238,7 @@ class PrefillReceivers:
         )
 
     def _make_attempt(
-        self, group: PrefillGroup, sender: WorkerIdentity, traceparent: str
+        self, group: PrefillGroup, sender: WorkerIdentity, trace: TraceContext
     ) -> RemotePrefill:
         return RemotePrefill(
             group,
@@ -257,7 +258,7 @@ class PrefillReceivers:
             deadlines=self._config.transfer_deadlines,
             result_s=self._config.result_s,
             run_blocking=self._run_blocking,
-            traceparent=traceparent,
+            trace=trace,
         )
 
     def _commit(self, group: PrefillGroup, num_pages: int) -> None:

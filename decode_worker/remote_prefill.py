@@ -26,6 +26,7 @@ from kv_transfer.order import Incoming
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport import Connection
 from pagewire.protos.call_tasks import mark_seen
+from pagewire.protos.trace_context import TraceContext
 from worker.identity import ModelInfo
 
 
@@ -40,7 +41,7 @@ class RemotePrefill:
         drop: Takes a connection that the candidate does not know.
         on_commit: Called with n when the first n pages of the group are verified.
         result_s: How long the result may take after the last page.
-        traceparent: Parent span of the candidate's part; empty: none.
+        trace: Parent span of the candidate's part; empty: none.
 
     Attributes:
         result: The first tokens, one per choice, as soon as they arrive; PrefillFailed if the
@@ -62,10 +63,10 @@ class RemotePrefill:
         deadlines: TransferDeadlines,
         result_s: float,
         run_blocking: RunBlocking,
-        traceparent: str,
+        trace: TraceContext,
     ) -> None:
         self._group = group
-        self._traceparent = traceparent
+        self._trace = trace
         self._ticket = ticket
         self._contract_version = contract_version
         self._model = model
@@ -126,7 +127,7 @@ class RemotePrefill:
             connection_id=incoming.connection.connection_id,
             first_page=self._group.pages.num_committed_pages,
             contract_version=self._contract_version,
-            traceparent=self._traceparent,
+            trace=self._trace,
         )
         self._line = stream.begin(start, self)
         try:

@@ -27,6 +27,7 @@ from kv_cache.prefix_cache import SequencePages
 from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SampledToken, SamplingParams
 from observability.tracing import NO_SPAN, NoSpan
+from pagewire.protos.trace_context import NO_TRACE, TraceContext
 from worker.identity import WorkerIdentity
 
 if TYPE_CHECKING:  # loaded with the first constraint
@@ -64,7 +65,7 @@ class Request:
     candidates: tuple[WorkerIdentity, ...] = ()  # prefill workers, best first
     timeout_s: float | None = None
     num_failed_passes: int = 0  # here and elsewhere, since the last that succeeded
-    traceparent: str = ""  # the router's span; empty: not traced
+    trace: TraceContext = NO_TRACE  # of the router's span; empty: not traced
 
     span: NoSpan = NO_SPAN
     arrival: int = -1  # 0, 1, 2 ...; the age by which pages and places are given

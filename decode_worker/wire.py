@@ -14,6 +14,7 @@ from llm_engine.drawing import FinishReason
 from llm_engine.sampling import SampledToken
 from pagewire.protos import common_pb2, worker_pb2, worker_pb2_grpc
 from pagewire.protos.token_ids import pack_token_ids, token_array
+from pagewire.protos.trace_context import TraceContext
 from protos.peer_limits import check_limits
 from worker.identity import WorkerIdentity
 from worker.wire import (
@@ -77,7 +78,7 @@ def request_from_proto(message: worker_pb2.SubmitRequest) -> Request:
         candidates=tuple(worker_from_proto(each) for each in message.prefill_candidates),
         timeout_s=message.timeout_ms / 1000 or None,
         num_failed_passes=message.failed_passes,
-        traceparent=message.traceparent,
+        trace=TraceContext(message.traceparent, message.tracestate),
     )
 
 
@@ -160,7 +161,7 @@ def start_message(
     connection_id: str,
     first_page: int,
     contract_version: int,
-    traceparent: str,
+    trace: TraceContext,
 ) -> worker_pb2.PrefillRequest:
     """Write what to compute, and which pages are wanted."""
     request = group.request
@@ -176,7 +177,8 @@ def start_message(
         cache_salt=request.salt,
         cache_share=request.cache_share,
         failed_passes=request.num_failed_passes,
-        traceparent=traceparent,
+        traceparent=trace.traceparent,
+        tracestate=trace.tracestate,
         contract_version=contract_version,
     )
     return worker_pb2.PrefillRequest(start=start)

@@ -226,7 +226,7 @@ class DecodeWorker:
         except WorkerError as error:
             self._tell_failure(request, error, outbox)
             return
-        request.span = begin_part("decode", request.traceparent, request_id=request.request_id)
+        request.span = begin_part("decode", request.trace, request_id=request.request_id)
         loop = asyncio.get_running_loop()
         active = _Active(request, outbox, submitted_at=loop.time())
         if request.timeout_s is not None:

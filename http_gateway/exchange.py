@@ -19,13 +19,13 @@ from http_gateway.hosts import check_host
 from http_gateway.http_metrics import Metrics
 from observability.logs import fields
 from observability.rare_line import RareLine
+from pagewire.protos.trace_context import TraceContext, trace_context
 from pagewire.tracing import caller_span
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # A value that metadata can carry. The router decides whether it is a token.
-MAX_TRACEPARENT = 64  # characters; a valid one has 55
 AUTHORIZATION = re.compile(rb"[\x21-\x7e][\x20-\x7e]{0,4095}")
 UNREADABLE = "unreadable"
 CRASHED, STOPPED = "internal_error", "unavailable"  # codes of errors, and outcomes
@@ -258,7 +258,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         scope["record"].path = self._path
-        caller_span.set(_traceparent(scope))  # in the context of this request's own task
+        caller_span.set(_caller(scope))  # in the context of this request's own task
         exchange = Exchange(
             scope,
             receive,
@@ -287,10 +287,10 @@ class Endpoint:
             await exchange.fail(_stopped())  # the server bounds this wait
 
 
-def _traceparent(scope: Scope) -> str:
+def _caller(scope: Scope) -> TraceContext:
     """Return the caller's trace context; a router checks whether it is valid."""
-    values = [value for key, value in scope["headers"] if key == b"traceparent"]
-    return values[0].decode("latin-1")[:MAX_TRACEPARENT] if len(values) == 1 else ""
+    headers = scope["headers"]
+    return trace_context((key.decode("latin-1"), value.decode("latin-1")) for key, value in headers)
 
 
 class RequestLog:

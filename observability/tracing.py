@@ -21,6 +21,7 @@ from typing import Any
 from observability.logs import fields
 from options.kept_by_name import kept_by_name
 from options.option import check_options, option
+from pagewire.protos.trace_context import MAX_TRACESTATE, NO_TRACE, TraceContext
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class TracingConfig:
 class NoSpan:
     """A span that is not traced."""
 
-    context = ""
+    context = NO_TRACE
     is_traced = False
 
     def child(self, name: str, **values: object) -> "NoSpan":
@@ -106,7 +107,10 @@ class Span(NoSpan):
     def __init__(self, span: Any) -> None:
         self._span = span
         own = span.get_span_context()
-        self.context = f"00-{own.trace_id:032x}-{own.span_id:016x}-{_IS_SAMPLED:02x}"
+        self.context = TraceContext(
+            f"00-{own.trace_id:032x}-{own.span_id:016x}-{_IS_SAMPLED:02x}",
+            own.trace_state.to_header(),
+        )
 
     def child(self, name: str, **values: object) -> NoSpan:
         if _tracer is None:  # the process stops
@@ -129,24 +133,24 @@ class Span(NoSpan):
 
     @property
     def log_fields(self) -> dict[str, object]:
-        return {"trace_id": self.context[3:35]}
+        return {"trace_id": self.context.traceparent[3:35]}
 
 
-def begin_trace(name: str, caller: str, **values: object) -> NoSpan:
+def begin_trace(name: str, caller: TraceContext, **values: object) -> NoSpan:
     """Begin the span of an outside caller's request, below the caller's span if there is one.
 
     Args:
         name: Name of the span.
-        caller: A W3C traceparent; anything else counts as none.
+        caller: What is no W3C traceparent counts as none, and so does what is no tracestate.
     """
     if _tracer is None:
         return NO_SPAN
     return _begin(name, _parent(caller), values)
 
 
-def begin_part(name: str, context: str, **values: object) -> NoSpan:
+def begin_part(name: str, context: TraceContext, **values: object) -> NoSpan:
     """Begin this process's part of a trace; `context` is its parent span's; empty: no trace."""
-    if _tracer is None or not context:
+    if _tracer is None or not context.traceparent:
         return NO_SPAN
     return _begin(name, _parent(context), values)
 
@@ -168,8 +172,6 @@ def configure_tracing(config: TracingConfig, *, service: str, instance: str) -> 
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    # Each failed batch would log two lines or more.
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     exporter = OTLPSpanExporter(endpoint=config.endpoint, timeout=EXPORT_TIMEOUT_S)
     # It exports in a separate thread. Spans that a collector does not take in time are lost.
     noted: Any = _NotedLosses(exporter)
@@ -199,6 +201,8 @@ def trace_to(processor: Any, *, sample_ratio: float, service: str, instance: str
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
+    # Each failed batch would log two lines or more, and each wrong tracestate what callers sent.
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     # By trace id, also below a caller's span: all processes then choose alike, and no caller can
     # make the cluster trace more than its configuration says.
     ratio = TraceIdRatioBased(sample_ratio)
@@ -258,24 +262,27 @@ def _begin(name: str, parent: Any, values: dict[str, object]) -> NoSpan:
     return Span(span) if span.is_recording() else NO_SPAN
 
 
-def _parent(traceparent: str) -> Any:
-    """Return the context of a remote span; an empty one if this is not a traceparent."""
+def _parent(caller: TraceContext) -> Any:
+    """Return the context of a remote span; an empty one if this has no valid traceparent."""
     from opentelemetry.context import Context
     from opentelemetry.trace import (
         NonRecordingSpan,
         SpanContext,
         TraceFlags,
+        TraceState,
         set_span_in_context,
     )
 
-    found = _TRACEPARENT.fullmatch(traceparent)
+    found = _TRACEPARENT.fullmatch(caller.traceparent)
     if found is None:
         return Context()
+    state = caller.tracestate if len(caller.tracestate) <= MAX_TRACESTATE else ""
     span = SpanContext(
         trace_id=int(found[1], 16),
         span_id=int(found[2], 16),
         is_remote=True,
         trace_flags=TraceFlags(int(found[3], 16) & _IS_SAMPLED),
+        trace_state=TraceState.from_header([state]),
     )
     return set_span_in_context(NonRecordingSpan(span), Context()) if span.is_valid else Context()
 

@@ -3,18 +3,24 @@
 import sys
 from contextvars import ContextVar
 
-# The caller's own W3C traceparent; empty: see `traceparent`.
-caller_span: ContextVar[str] = ContextVar("caller_span", default="")
+from pagewire.protos.trace_context import NO_TRACE, TraceContext
+
+# The caller's own; empty: see `active_span`.
+caller_span: ContextVar[TraceContext] = ContextVar("caller_span", default=NO_TRACE)
 
 
-def traceparent() -> str:
+def active_span() -> TraceContext:
     """Return the active span, the caller's own or OpenTelemetry's; empty: none."""
-    if own := caller_span.get():
+    own = caller_span.get()
+    if own.traceparent:
         return own
     api = sys.modules.get("opentelemetry.trace")
     if api is None:  # a program with tracing would have imported it
-        return ""
+        return NO_TRACE
     span = api.get_current_span().get_span_context()
     if not span.is_valid:
-        return ""
-    return f"00-{span.trace_id:032x}-{span.span_id:016x}-{int(span.trace_flags) & 0xFF:02x}"
+        return NO_TRACE
+    flags = int(span.trace_flags) & 0xFF
+    return TraceContext(
+        f"00-{span.trace_id:032x}-{span.span_id:016x}-{flags:02x}", span.trace_state.to_header()
+    )

@@ -23,7 +23,7 @@ from pagewire.chat_arguments import check_messages, check_tools
 from pagewire.protos import common_pb2, inference_pb2
 from pagewire.protos.grpc_options import MAX_MESSAGE_BYTES
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
-from pagewire.tracing import traceparent
+from pagewire.tracing import active_span
 from pagewire.types import (
     ClusterStatus,
     Delta,
@@ -401,10 +401,12 @@ def _error_told(
 
 
 def _generate_request(model: str, options: SamplingOptions) -> inference_pb2.GenerateRequest:
+    span = active_span()
     return inference_pb2.GenerateRequest(
         model=check_text("model", model),
         sampling=common_pb2.SamplingParams(**check_sampling(options)),
-        traceparent=traceparent(),
+        traceparent=span.traceparent,
+        tracestate=span.tracestate,
     )
 
 

@@ -56,9 +56,7 @@ class Attempt:
         on_change: Callable[[], None],
     ) -> None:
         self.prompt = start.prompt
-        self._span = begin_part(
-            "prefill", self.prompt.traceparent, request_id=self.prompt.request_id
-        )
+        self._span = begin_part("prefill", self.prompt.trace, request_id=self.prompt.request_id)
         self._on_change = on_change
         self._scheduler = scheduler
         self._page_bytes = storage.page_bytes

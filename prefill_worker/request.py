@@ -16,6 +16,7 @@ from typing import ClassVar
 from grammars.bits import TokenBits
 from kv_cache.prefix_cache import Lease, SequencePages
 from llm_engine.sampling import SampledToken, SamplingParams
+from pagewire.protos.trace_context import NO_TRACE, TraceContext
 
 
 class PromptState(enum.Enum):
@@ -40,7 +41,7 @@ class Prompt:
     cache_share: float = 1.0  # of this worker's pages, which those of this salt may keep
     allowed: TokenBits | None = None  # tokens that a constraint allows; None: all
     is_suspect: bool = False  # a pass of its request failed: it runs alone
-    traceparent: str = ""  # of the receiver's span; empty: not traced
+    trace: TraceContext = NO_TRACE  # of the receiver's span; empty: not traced
 
     arrival: int = -1  # 0, 1, 2 ...
     arrived_s: float = 0.0  # engine time before it arrived

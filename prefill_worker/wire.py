@@ -7,6 +7,7 @@ from kv_transfer.wire import ticket_from_proto, transfer_message_to_proto
 from llm_engine.sampling import SampledToken
 from pagewire.protos import worker_pb2
 from pagewire.protos.token_ids import pack_token_ids, token_array
+from pagewire.protos.trace_context import TraceContext
 from prefill_worker.request import Prompt
 from protos.peer_limits import check_limits
 from worker.wire import cut_reason, logprobs_to_proto, sampling_from_proto
@@ -68,7 +69,7 @@ def start_from_proto(message: worker_pb2.PrefillStart) -> PrefillStart:
         salt=message.cache_salt,
         cache_share=message.cache_share or 1.0,
         is_suspect=message.failed_passes > 0,
-        traceparent=message.traceparent,
+        trace=TraceContext(message.traceparent, message.tracestate),
     )
     return PrefillStart(
         ticket=ticket_from_proto(message.ticket),

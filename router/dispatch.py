@@ -439,7 +439,7 @@ class Dispatcher:
             prefill_candidates=[worker.member for worker in placement.prefill],
             timeout_s=generation.request.deadline_at - now,
             failed_passes=generation.failed_passes,
-            traceparent=span.context,
+            trace=span.context,
         )
         session.add(stream, message)
         if generation.attempt == 0:

@@ -15,6 +15,7 @@ from credentials.door import Encryption
 from observability.logs import fields
 from pagewire.protos import inference_pb2, inference_pb2_grpc
 from pagewire.protos.gathering import MAX_MORE, READS_MORE_KEY, READS_TOKENS_KEY
+from pagewire.protos.trace_context import trace_context
 from router import wire
 from router.call import Call, Reception, read_tokenize_prompt
 from router.delivery import Delivery
@@ -69,7 +70,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
         if not request.traceparent:
-            request.traceparent = _metadata(context, "traceparent")
+            caller = trace_context(context.invocation_metadata() or ())
+            request.traceparent, request.tracestate = caller
         has_news = asyncio.Event()
         call = self._reception.call(has_news.set)
         async with _answering(context):

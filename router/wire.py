@@ -20,6 +20,7 @@ from pagewire.protos import (
     worker_pb2_grpc,
 )
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
+from pagewire.protos.trace_context import TraceContext
 from protos.contract import CONTRACT_VERSION
 from protos.sampling_limits import MAX_CHOICES
 from router.chat_format import ToolCallFormat
@@ -216,7 +217,7 @@ def submit(
     prefill_candidates: Sequence[WorkerMember],
     timeout_s: float,
     failed_passes: int,
-    traceparent: str,
+    trace: TraceContext,
 ) -> worker_pb2.SessionRequest:
     """Make the message that hands a request to a decode worker.
 
@@ -227,7 +228,7 @@ def submit(
         prefill_candidates: Best first.
         timeout_s: The worker gives up after it.
         failed_passes: As reported by the worker that had it last.
-        traceparent: The traceparent of the attempt's span; empty: it is not traced.
+        trace: That of the attempt's span; empty: it is not traced.
     """
     message = worker_pb2.SessionRequest()
     submitted = message.submit
@@ -245,7 +246,7 @@ def submit(
     submitted.cache_share = request.tenant.cache_share
     submitted.timeout_ms = max(1, min(int(timeout_s * 1000), 2**32 - 1))
     submitted.failed_passes = failed_passes
-    submitted.traceparent = traceparent
+    submitted.traceparent, submitted.tracestate = trace
     return message
 
 

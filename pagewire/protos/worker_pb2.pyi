@@ -99,7 +99,7 @@ class SessionHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., contract_version: _Optional[int] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "choices", "prefill_candidates", "cache_salt", "timeout_ms", "failed_passes", "traceparent", "cache_share", "first_stream")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "sampling", "choices", "prefill_candidates", "cache_salt", "timeout_ms", "failed_passes", "traceparent", "tracestate", "cache_share", "first_stream")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,7 @@ class SubmitRequest(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     FAILED_PASSES_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     CACHE_SHARE_FIELD_NUMBER: _ClassVar[int]
     FIRST_STREAM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
@@ -122,9 +123,10 @@ class SubmitRequest(_message.Message):
     timeout_ms: int
     failed_passes: int
     traceparent: str
+    tracestate: str
     cache_share: float
     first_stream: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceState, _Mapping]]] = ..., prefill_candidates: _Optional[_Iterable[_Union[_common_pb2.WorkerRef, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., failed_passes: _Optional[int] = ..., traceparent: _Optional[str] = ..., cache_share: _Optional[float] = ..., first_stream: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[_Union[ChoiceState, _Mapping]]] = ..., prefill_candidates: _Optional[_Iterable[_Union[_common_pb2.WorkerRef, _Mapping]]] = ..., cache_salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., failed_passes: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., cache_share: _Optional[float] = ..., first_stream: _Optional[int] = ...) -> None: ...
 
 class ChoiceState(_message.Message):
     __slots__ = ("choice", "emitted_token_ids")
@@ -249,7 +251,7 @@ class PrefillResponse(_message.Message):
     def __init__(self, attempt_id: _Optional[int] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., result: _Optional[_Union[PrefillResult, _Mapping]] = ..., failure: _Optional[_Union[PrefillFailure, _Mapping]] = ..., end: _Optional[_Union[PrefillEnd, _Mapping]] = ..., more: _Optional[_Iterable[_Union[PrefillResponse, _Mapping]]] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("request_id", "ticket", "connection_id", "token_ids", "prompt_len", "first_page", "sampling", "choices", "cache_salt", "failed_passes", "traceparent", "cache_share", "contract_version")
+    __slots__ = ("request_id", "ticket", "connection_id", "token_ids", "prompt_len", "first_page", "sampling", "choices", "cache_salt", "failed_passes", "traceparent", "tracestate", "cache_share", "contract_version")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     CONNECTION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +263,7 @@ class PrefillStart(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     FAILED_PASSES_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     CACHE_SHARE_FIELD_NUMBER: _ClassVar[int]
     CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
@@ -274,9 +277,10 @@ class PrefillStart(_message.Message):
     cache_salt: bytes
     failed_passes: int
     traceparent: str
+    tracestate: str
     cache_share: float
     contract_version: int
-    def __init__(self, request_id: _Optional[str] = ..., ticket: _Optional[_Union[TransferTicket, _Mapping]] = ..., connection_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., first_page: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., failed_passes: _Optional[int] = ..., traceparent: _Optional[str] = ..., cache_share: _Optional[float] = ..., contract_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., ticket: _Optional[_Union[TransferTicket, _Mapping]] = ..., connection_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_len: _Optional[int] = ..., first_page: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choices: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., failed_passes: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., cache_share: _Optional[float] = ..., contract_version: _Optional[int] = ...) -> None: ...
 
 class PrefillResult(_message.Message):
     __slots__ = ("token_ids", "logprobs", "cached_tokens", "computed_tokens")

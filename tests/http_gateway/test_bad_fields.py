@@ -317,6 +317,7 @@ INTEGERS = {FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_UINT64}
 # Fields none of whose values is wrong, and why
 HARMLESS = {
     "GenerateRequest.traceparent": "what is none counts as unset",
+    "GenerateRequest.tracestate": "what is none counts as unset",
     "GenerateManyRequest.call_id": "test_calls_of_a_stream_that_contradict_each_other_end_it",
     "GenerateManyRequest.more": "test_calls_of_a_stream_that_contradict_each_other_end_it",
     "GenerateManyRequest.timeout_ms": "0 is that of the router, and the router's own limit holds",
@@ -588,6 +589,7 @@ def test_calls_of_a_stream_that_contradict_each_other_end_it(
 
 HARMLESS_CALLS = {
     "a trace that is none": {"start": PLAYED, "traceparent": "00-" + "x" * 10_000},
+    "what is no state of a trace": {"start": PLAYED, "tracestate": "," * 10_000},
     "more time than there is": {"start": PLAYED, "timeout_ms": 2**32 - 1},
     "messages that come late": {"start": PLAYED, "interval_ms": 2**32 - 1},
 }
@@ -599,6 +601,7 @@ def test_what_cannot_be_wrong_changes_no_answer(channel: grpc.Channel, name: str
     start = inference_pb2.GenerateRequest()
     start.CopyFrom(fields.pop("start"))
     start.traceparent = fields.pop("traceparent", "")
+    start.tracestate = fields.pop("tracestate", "")
     call = inference_pb2.GenerateManyRequest(call_id=2**64 - 1, start=start, **fields)
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
 

@@ -11,7 +11,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from http_gateway.config import GatewayConfig
-from http_gateway.exchange import MAX_TRACEPARENT
 from http_gateway.found_routers import FoundRouters
 from observability.cluster_metrics import expose_cluster
 from observability.logs import ATTRIBUTE
@@ -44,11 +43,21 @@ def lines(caplog):
 def test_the_span_of_a_caller_reaches_the_router(served):
     span = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     body = json.dumps({"prompt": "x"})
-    for header in ({"traceparent": span}, {}, {"traceparent": "x" * 5000}):
-        exchange(served.host_and_port, request("/v1/completions", body, **header))
+    for headers, *expected in (
+        ([("traceparent", span)], span, ""),
+        ([("Traceparent", span), ("Tracestate", "a=1"), ("tracestate", "b=2")], span, "a=1,b=2"),
+        ([("traceparent", span), ("tracestate", "x" * 513)], span, ""),
+        ([], "", ""),
+        ([("tracestate", "a=1")], "", ""),
+        ([("traceparent", span), ("traceparent", span)], "", ""),
+        ([("traceparent", "x" * 5000)], "", ""),
+    ):
+        lines = "".join(f"\r\n{name}: {value}" for name, value in headers).encode()
+        data = request("/v1/completions", body).replace(b"HTTP/1.1", b"HTTP/1.1" + lines, 1)
+        exchange(served.host_and_port, data)
 
-    found = [each.traceparent for each in served.backend.requests[-3:]]
-    assert found == [span, "", "x" * MAX_TRACEPARENT]
+        asked = served.backend.requests[-1]
+        assert [asked.traceparent, asked.tracestate] == expected, headers
 
 
 def test_each_request_is_one_line_without_what_it_holds(served, caplog):

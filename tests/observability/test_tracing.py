@@ -22,6 +22,7 @@ from observability.tracing import (
     stop_tracing,
 )
 from options.option import WrongOptions
+from pagewire.protos.trace_context import NO_TRACE, TraceContext
 from tests.support.traces import traced, values
 from tests.support.wall_clock import assert_within
 
@@ -31,10 +32,11 @@ def test_nothing_of_opentelemetry_is_imported_where_nothing_is_traced():
 import json, sys
 import router.process, decode_worker.worker, prefill_worker.worker, http_gateway.server, pagewire
 from observability.tracing import TracingConfig, begin_trace, configure_tracing
-from pagewire.tracing import traceparent
+from pagewire.protos.trace_context import NO_TRACE
+from pagewire.tracing import active_span
 configure_tracing(TracingConfig(), service="s", instance="i")
-begin_trace("generate", "").child("attempt").end()
-assert traceparent() == ""
+begin_trace("generate", NO_TRACE).child("attempt").end()
+assert active_span() == NO_TRACE
 print(json.dumps([name for name in sys.modules if name.startswith("opentelemetry")]))"""
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -43,20 +45,20 @@ print(json.dumps([name for name in sys.modules if name.startswith("opentelemetry
 
 
 def test_without_configuration_every_span_is_the_one_that_does_nothing():
-    span = begin_trace("generate", "", request_id="r")
+    span = begin_trace("generate", NO_TRACE, request_id="r")
 
     assert span is NO_SPAN
     assert span.child("attempt") is NO_SPAN
-    assert (span.context, span.log_fields) == ("", {})
+    assert (span.context, span.log_fields) == (NO_TRACE, {})
     with traced() as traces:
-        assert begin_part("decode", "") is NO_SPAN, "a worker begins no trace by itself"
-        assert begin_part("decode", "forged") is not NO_SPAN
+        assert begin_part("decode", NO_TRACE) is NO_SPAN, "a worker begins no trace by itself"
+        assert begin_part("decode", TraceContext("forged")) is not NO_SPAN
     assert len(traces.spans) == 0, "what has not ended"
 
 
 def test_values_that_are_none_are_left_out_and_a_log_line_names_the_trace():
     with traced() as traces:
-        span = begin_trace("generate", "", request_id="r", missing=None)
+        span = begin_trace("generate", NO_TRACE, request_id="r", missing=None)
         trace_id = span.log_fields["trace_id"]
         span.end(prompt_tokens=3, ttft_ms=None)
 
@@ -74,7 +76,7 @@ def wait_for(condition, timeout_s=30.0):
 
 def test_what_still_runs_when_a_process_stops_goes_on_untraced():
     with traced() as traces:
-        span = begin_trace("generate", "")
+        span = begin_trace("generate", NO_TRACE)
     assert span.child("attempt") is NO_SPAN
     span.event("first_token")
     span.end(outcome="ok")
@@ -103,7 +105,7 @@ def test_the_last_spans_reach_the_collector_when_a_process_stops():
         TracingConfig(endpoint=endpoint), service="pagewire-decode", instance="decode-0"
     )
 
-    begin_trace("generate", "").end()
+    begin_trace("generate", NO_TRACE).end()
     stop_tracing()
     collector.shutdown()
     collector.server_close()
@@ -123,12 +125,12 @@ def test_a_collector_that_is_gone_holds_up_nobody(caplog, monkeypatch):
     configure_tracing(config, service="pagewire-router", instance="router-0")
     began = time.process_time()
     for _ in range(20_000):  # more than wait
-        begin_trace("generate", "").end()
+        begin_trace("generate", NO_TRACE).end()
     assert time.process_time() - began < 10
     stopping_at = time.monotonic()
     stop_tracing()
     assert_within(time.monotonic() - stopping_at, 5)
-    assert begin_trace("generate", "") is NO_SPAN
+    assert begin_trace("generate", NO_TRACE) is NO_SPAN
     wait_for(lambda: any(record.message == "traces_lost" for record in caplog.records))
     assert all(record.name == "observability.tracing" for record in caplog.records)
 

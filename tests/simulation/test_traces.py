@@ -5,9 +5,11 @@ import asyncio
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.trace import StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from pagewire import AsyncClient
 from pagewire.protos import inference_pb2_grpc
+from pagewire.protos.trace_context import TraceContext
 from pagewire.tracing import caller_span
 from tests.simulation.test_scenarios import PAGE, assert_right, request
 from tests.support.fake_cluster import FakeCluster, generate_request
@@ -136,9 +138,11 @@ def test_a_request_that_is_cancelled_ends_its_spans_as_failed() -> None:
     in_cluster(FakeCluster(), body)
 
 
-async def traced_call(cluster: FakeCluster, given: str, sample_ratio: float = 1.0) -> Traces:
+async def traced_call(
+    cluster: FakeCluster, given: str, sample_ratio: float = 1.0, state: str = ""
+) -> Traces:
     """Return the trace of a call of the client library within a caller's span."""
-    token = caller_span.set(given)
+    token = caller_span.set(TraceContext(given, state))
     try:
         with traced(sample_ratio) as traces:
             async with AsyncClient("router-0:1", channel_factory=cluster.network.channel) as client:
@@ -173,6 +177,40 @@ def test_the_trace_of_a_caller_goes_on_if_it_is_one(given: str, goes_on: bool) -
     in_cluster(FakeCluster(), body)
 
 
+STATE = "congo=t61rcWkgMzE,rojo=00f067aa0ba902b7"
+MEMBERS = ",".join(f"k{number}=v" for number in range(33))
+
+
+@pytest.mark.parametrize(
+    ("given", "state", "goes_on"),
+    [
+        (CALLER, STATE, STATE),
+        (CALLER, STATE.replace(",", " ,\t,"), STATE),
+        (CALLER, "a=" + "x" * 200 + ",b=" + "y" * 200, "a=" + "x" * 200 + ",b=" + "y" * 200),
+        (CALLER, MEMBERS.rpartition(",")[0], MEMBERS.rpartition(",")[0]),
+        (CALLER, MEMBERS, ""),
+        (CALLER, "a=" + "x" * 255 + ",b=" + "y" * 255, ""),  # 515 characters
+        (CALLER, "a=1,a=2", ""),
+        (CALLER, STATE + ",secret", ""),
+        (CALLER, STATE + ",B=secret\n", ""),
+        ("", STATE, ""),
+        (CALLER + "-more", STATE, ""),
+    ],
+)
+def test_the_state_of_a_callers_trace_reaches_all_spans_if_it_is_one(
+    given: str, state: str, goes_on: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(cluster: FakeCluster) -> None:
+        traces = await traced_call(cluster, given, state=state)
+
+        assert [span.name for span in traces.spans] == WHOLE
+        assert {span.context.trace_state.to_header() for span in traces.spans} == {goes_on}
+
+    in_cluster(FakeCluster(), body)
+    assert not [each for each in caplog.records if each.name.startswith("opentelemetry")]
+    assert "secret" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("given", "sample_ratio"), [(CALLER[:-1] + "0", 1.0), (CALLER, 0.0), ("", 0.0)]
 )
@@ -188,19 +226,24 @@ def test_nothing_is_traced_that_the_caller_or_the_ratio_leaves_out(
 def test_a_span_of_opentelemetry_and_the_metadata_of_a_call_are_the_caller_too() -> None:
     async def body(cluster: FakeCluster) -> None:
         own = TracerProvider().get_tracer("caller")
-        with own.start_as_current_span("work") as span:
+        above = TraceContextTextMapPropagator().extract(
+            {"traceparent": CALLER, "tracestate": STATE}
+        )
+        with own.start_as_current_span("work", context=above) as span:
             traces = await traced_call(cluster, "")
             parent = traces.one("generate").parent
             assert parent is not None
             assert parent.span_id == span.get_span_context().span_id
+            assert traces.one("prefill").context.trace_state.to_header() == STATE
         with traced() as traces:
             stub = inference_pb2_grpc.InferenceServiceStub(cluster.network.channel("router-0:1"))
-            call = stub.Generate(
-                generate_request(request("r0", 9)), metadata=(("traceparent", CALLER),)
-            )
+            first, second = STATE.split(",")
+            metadata = (("traceparent", CALLER), ("tracestate", first), ("tracestate", second))
+            call = stub.Generate(generate_request(request("r0", 9)), metadata=metadata)
             async for _ in call:
                 pass
             await cluster.wait_quiescent()
         assert trace_ids(traces) == {TRACE_ID}
+        assert traces.one("generate").context.trace_state.to_header() == STATE
 
     in_cluster(FakeCluster(), body)
