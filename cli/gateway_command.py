@@ -12,17 +12,19 @@ from cluster.config import ClusterConfig
 from cluster.devices import check_port_free
 from cluster.errors import ConfigError
 from cluster.own_address import with_own_host
+from cluster.preflight import check_traces
 from credentials.door import front_door
 from observability.logs import configure_logging
 from observability.open_files import raise_file_limit
 from observability.serving_process import settle_process
+from observability.tracing import stop_tracing
 from pagewire import InvalidRequestError, Tls
 from pagewire.arguments import check_address
 from pagewire.cli.client_commands import tls_of
 from pagewire.cli.standard_output import say
 
 DEFAULT_PORT = 8000
-# Options of a cluster that a gateway has, too, besides the section http_gateway
+# Options of a cluster that a gateway has, too, besides whole sections
 OPTIONS = {"host", "network_interface", "insecure", "log_level", "log_format", "stop_grace_s"}
 
 RouterFlag = Annotated[
@@ -97,6 +99,7 @@ def gateway(
         raise ConfigError(f"--router-{flag}: {error.violations[0].description}") from error
     config = with_own_host(config)
     check_port_free(config.host, port)
+    check_traces(config.tracing)
     if wrong_name := check_front(config):
         say(f"warning: {wrong_name}")
     configure_logging(config.log_level, config.log_format)
@@ -112,7 +115,7 @@ async def _serve(
     port: int,
     signals: StopSignals,
 ) -> None:
-    from http_gateway.server import GatewayServer  # takes time to import
+    from http_gateway.server import GatewayServer, trace_gateway  # take time to import
 
     async def find_routers() -> list[str]:
         return router
@@ -126,6 +129,7 @@ async def _serve(
         router_tls=router_tls,
         needs_tenants=needs_tenants(config),
     )
+    trace_gateway(config.tracing)
     address = await server.start()
     settle_process()
     name = "router" if len(router) == 1 else "routers"
@@ -141,11 +145,12 @@ async def _serve(
     telling.cancel()
     say(f"stopping; running answers have {config.stop_grace_s:.0f} s; a second signal ends them")
     await server.stop(config.stop_grace_s)
+    await asyncio.to_thread(stop_tracing)
     say("stopped")
 
 
 def _takes(path: str) -> bool:
-    return path in OPTIONS or path.startswith(("http_gateway.", "front_tls."))
+    return path in OPTIONS or path.startswith(("http_gateway.", "front_tls.", "tracing."))
 
 
 app = typer.Typer(rich_markup_mode=None)

@@ -16,7 +16,12 @@ from cluster.devices import check_port_free
 from cluster.environment import prepare_ray
 from cluster.errors import ConfigError, StartError
 from cluster.own_address import with_own_host
-from cluster.preflight import check_all, check_encryption, check_metrics_port_free
+from cluster.preflight import (
+    check_all,
+    check_encryption,
+    check_metrics_port_free,
+    check_traces,
+)
 from credentials.errors import KeyFileError
 from credentials.key_file import read_router_keys, read_secret, write_router_keys
 from credentials.secret import RouterKeys
@@ -75,7 +80,11 @@ def router(config: ClusterConfig, controller: str, keys: Path, share_port: bool)
         lambda: check_port_free(config.host, config.port, is_shared=share_port),
         lambda: check_metrics_port_free(config),
     )
-    check_all(lambda: check_encryption(config, say), lambda: check_clients(config))
+    check_all(
+        lambda: check_encryption(config, say),
+        lambda: check_clients(config),
+        lambda: check_traces(config.tracing),
+    )
     configure_logging(config.log_level, config.log_format)
     with StopSignals() as signals:
         asyncio.run(_serve(config, controller, router_keys, share_port, signals))

@@ -176,6 +176,7 @@ def place_gateway(deployment: Deployment) -> Any:
         router_name=ROUTER_NAME,
         tls=config.tls_settings,
         router_tls=own_client(config.tls_settings),
+        tracing=config.tracing,
     )
     return place(GatewayActor, GATEWAY_NAME, at_home(deployment), start)
 

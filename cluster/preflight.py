@@ -55,7 +55,7 @@ def check_start(
     config = with_own_host(config)
     anywhere: tuple[Callable[[], object], ...] = (
         lambda: _check_tenants_file(config.router.tenants_file),
-        lambda: _check_tracing(config.tracing),
+        lambda: check_traces(config.tracing),
         lambda: check_encryption(config, say),
         lambda: check_clients(config),
         lambda: secret_of(config),
@@ -171,7 +171,8 @@ def _check_tenants_file(path: str) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _check_tracing(tracing: TracingConfig) -> None:
+def check_traces(tracing: TracingConfig) -> None:
+    """Refuse traces without what sends them, with a ConfigError."""
     try:
         check_tracing(tracing)
     except TracingUnavailable as error:

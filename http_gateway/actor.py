@@ -6,7 +6,7 @@ Ray imports this wherever an actor is placed, so what serves is imported where i
 import asyncio
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -17,6 +17,7 @@ from http_gateway.config import GatewayConfig
 from observability.logs import configure_logging
 from observability.open_files import raise_file_limit
 from observability.serving_process import settle_process, stop_in_time
+from observability.tracing import TracingConfig, stop_tracing
 from options.interfaces import address_on
 from options.kept_by_name import kept_by_name
 from pagewire import Tls, UnavailableError
@@ -43,6 +44,7 @@ class GatewayStart:
     router_name: str
     tls: TlsSettings  # of its port
     router_tls: Tls | None  # of its connection to the router; None: in clear
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
 class GatewayActor:
@@ -54,8 +56,9 @@ class GatewayActor:
         self._router_name = start.router_name
         self._ending: asyncio.Task[None] | None = None
         try:
-            from http_gateway.server import GatewayServer
+            from http_gateway.server import GatewayServer, trace_gateway
 
+            trace_gateway(start.tracing)
             self._server = GatewayServer(
                 self._find_routers,
                 config=start.config,
@@ -80,6 +83,7 @@ class GatewayActor:
     async def stop(self, grace_s: float) -> None:
         """Give running answers `grace_s` seconds, then end everything but the actor."""
         await self._server.stop(grace_s)
+        await asyncio.to_thread(stop_tracing)
 
     async def restart(self, grace_s: float) -> None:
         """Begin to end: running answers get `grace_s`; then Ray restarts the gateway.
@@ -94,7 +98,7 @@ class GatewayActor:
         return os.getpid()
 
     async def _begin_anew(self, grace_s: float) -> None:
-        await stop_in_time(self._server.stop, grace_s)
+        await stop_in_time(self.stop, grace_s)
         os._exit(1)
 
     async def _find_routers(self) -> list[str]:

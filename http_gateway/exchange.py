@@ -19,6 +19,7 @@ from http_gateway.hosts import check_host
 from http_gateway.http_metrics import Metrics
 from observability.logs import fields
 from observability.rare_line import RareLine
+from observability.tracing import NO_SPAN, NoSpan, begin_trace
 from pagewire.protos.trace_context import TraceContext, trace_context
 from pagewire.tracing import caller_span
 
@@ -40,7 +41,7 @@ EVENT_STREAM = (
 
 
 class Record:
-    """The log line and metrics of one request, never its content."""
+    """The log line, span and metrics of one request, never its content."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -56,6 +57,7 @@ class Record:
         self.completion_tokens = 0
         self.first_token_at = 0.0  # loop time
         self.started_at = asyncio.get_running_loop().time()
+        self.span: NoSpan = NO_SPAN
 
     @property
     def elapsed_s(self) -> float:
@@ -63,7 +65,10 @@ class Record:
         return asyncio.get_running_loop().time() - self.started_at
 
     def write(self, method: str, strangers: RareLine) -> None:
-        """Write the line; `strangers` writes it if anybody could have sent the request."""
+        """Write the line and end the span.
+
+        `strangers` writes the line if anybody could have sent the request.
+        """
         ttft_ms = None
         if self.first_token_at:
             ttft_ms = round(1000 * (self.first_token_at - self.started_at), 1)
@@ -85,6 +90,8 @@ class Record:
             **({"tenant": self.tenant} if self.tenant else {}),
             **(generation if self.model else {}),
         }
+        self.span.end("" if self.outcome == "ok" else self.outcome, **values)
+        values |= self.span.log_fields
         if self.path in PROBES:
             log.debug("http_request", extra=fields(**values))
         elif self.is_admitted:
@@ -258,7 +265,6 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         scope["record"].path = self._path
-        caller_span.set(_caller(scope))  # in the context of this request's own task
         exchange = Exchange(
             scope,
             receive,
@@ -274,6 +280,10 @@ class Endpoint:
             if self._checks_host and not exchange.record.tenant:
                 check_host(exchange.host, self._config.hosts)
             exchange.record.is_admitted = self._admit is not None
+            if self._reads_body:
+                span = begin_trace(f"{scope['method']} {self._path}", _caller(scope))
+                exchange.record.span = span
+                caller_span.set(span.context)  # in the context of this request's own task
             body = await exchange.read_json() if self._reads_body else {}
             await exchange.run(self._answer(exchange, body))
         except HttpError as error:  # head or body is wrong

@@ -118,6 +118,7 @@ class Generation:
         record = self._exchange.record
         record.router_request_id = response.request_id
         record.first_token_at = record.started_at + record.elapsed_s
+        record.span.event("first_token")
         self._exchange.metrics.waiting(-1)
         self._exchange.metrics.first_token(self._model.name, record.elapsed_s)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from http_gateway.places import Places
 from http_gateway.wire import RouterLink
 from observability.logs import fields
 from observability.rare_line import RareLine
+from observability.tracing import TracingConfig, configure_tracing
 from pagewire import Tls
 from pagewire.routers import Connector
 from protos.addresses import join_address
@@ -31,6 +33,16 @@ log = logging.getLogger(__name__)
 BACKLOG = 1024
 ACCEPTS = 16  # connections that one turn of the event loop takes
 TELL_S = 1.5  # to tell clients that their grace is over; longer than LINGER_S
+
+
+def trace_gateway(config: TracingConfig) -> None:
+    """Send the spans of this process to the collector; call it once, before any request.
+
+    Raises:
+        TracingUnavailable: OpenTelemetry is not installed.
+    """
+    name = f"gateway-{socket.gethostname()}-{os.getpid()}"
+    configure_tracing(config, service="pagewire-gateway", instance=name)
 
 
 class GatewayServer:

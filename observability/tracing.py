@@ -3,9 +3,9 @@
 `configure_tracing` is called once in each process, like `configure_logging`. If nothing is
 configured, OpenTelemetry is not imported, and every span is `NO_SPAN`, which does nothing.
 
-The router begins the trace of a request, or continues its caller's. The context of its spans
-travels with the request to the workers, as W3C Trace Context, and their spans become children. No
-span holds text or tokens of a prompt or an answer.
+The HTTP gateway, or without one the router, begins the trace of a request, or continues its
+caller's. The context of its spans travels with the request to the workers, as W3C Trace Context,
+and their spans become children. No span holds text or tokens of a prompt or an answer.
 """
 
 import logging
@@ -32,8 +32,11 @@ MAX_QUEUED_SPANS = 8192  # spans beyond this many waiting ones are lost
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _MODULES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 _IS_SAMPLED = 1  # bit of the flags
-# Fields of log lines with a name in the semantic conventions for generative AI.
+# Fields of log lines with a name in the semantic conventions for HTTP and for generative AI.
 _STANDARD_NAMES = {
+    "method": "http.request.method",
+    "path": "http.route",
+    "status": "http.response.status_code",
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "completion_tokens": "gen_ai.usage.output_tokens",
 }
@@ -57,8 +60,8 @@ class TracingConfig:
 
     endpoint: str = option(
         "",
-        "Where router and workers send traces: URL of a collector that takes OTLP over HTTP, as in "
-        "http://collector:4318/v1/traces. Empty: nowhere. Needs the extra `traces`.",
+        "Where gateway, router and workers send traces: URL of a collector that takes OTLP over "
+        "HTTP, as in http://collector:4318/v1/traces. Empty: nowhere. Needs the extra `traces`.",
         accepts=_is_endpoint,
         accepted="the URL of a collector, with http or https",
     )
@@ -75,14 +78,20 @@ class TracingConfig:
 
 
 class NoSpan:
-    """A span that is not traced."""
+    """A span that is not traced.
 
-    context = NO_TRACE
+    Attributes:
+        context: What the next process continues, to leave out what this one does.
+    """
+
     is_traced = False
+
+    def __init__(self, context: TraceContext = NO_TRACE) -> None:
+        self.context = context
 
     def child(self, name: str, **values: object) -> "NoSpan":
         """Begin a child span in this process."""
-        return self
+        return NO_SPAN
 
     def event(self, name: str, **values: object) -> None:
         """Add an event with the current time."""
@@ -105,12 +114,8 @@ class Span(NoSpan):
     is_traced = True
 
     def __init__(self, span: Any) -> None:
+        super().__init__(_context_of(span))
         self._span = span
-        own = span.get_span_context()
-        self.context = TraceContext(
-            f"00-{own.trace_id:032x}-{own.span_id:016x}-{_IS_SAMPLED:02x}",
-            own.trace_state.to_header(),
-        )
 
     def child(self, name: str, **values: object) -> NoSpan:
         if _tracer is None:  # the process stops
@@ -144,7 +149,7 @@ def begin_trace(name: str, caller: TraceContext, **values: object) -> NoSpan:
         caller: What is no W3C traceparent counts as none, and so does what is no tracestate.
     """
     if _tracer is None:
-        return NO_SPAN
+        return NoSpan(caller)
     return _begin(name, _parent(caller), values)
 
 
@@ -259,7 +264,15 @@ def _begin(name: str, parent: Any, values: dict[str, object]) -> NoSpan:
     span = _tracer.start_span(
         name, context=parent, kind=SpanKind.SERVER, attributes=_attributes(values)
     )
-    return Span(span) if span.is_recording() else NO_SPAN
+    return Span(span) if span.is_recording() else NoSpan(_context_of(span))
+
+
+def _context_of(span: Any) -> TraceContext:
+    own = span.get_span_context()
+    flags = own.trace_flags & _IS_SAMPLED
+    return TraceContext(
+        f"00-{own.trace_id:032x}-{own.span_id:016x}-{flags:02x}", own.trace_state.to_header()
+    )
 
 
 def _parent(caller: TraceContext) -> Any:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from observability.logs import fields
-from observability.tracing import NoSpan
+from observability.tracing import NO_SPAN, NoSpan
 from router import wire
 from router.config import RouterConfig
 from router.errors import (
@@ -419,9 +419,9 @@ class Dispatcher:
         """Begin an attempt; `then` gets how it ended, once its worker and place are free of it."""
         generation = stream.generation
         worker = placement.decode
-        span = generation.span
-        if span.is_traced:
-            span = span.child(
+        span = NO_SPAN
+        if generation.span.is_traced:
+            span = generation.span.child(
                 "attempt",
                 attempt=generation.attempt + 1,
                 decode_worker=worker.member.worker_id,

@@ -56,7 +56,8 @@ FLAGS = {
         --http-gateway-stream-interval-s --insecure
         --log-format --log-level --network-interface --port --router
         --router-authority-file --router-certificate-file
-        --router-key-file --router-server-name --router-tls --stop-grace-s""",
+        --router-key-file --router-server-name --router-tls --stop-grace-s --tracing-endpoint
+        --tracing-sample-ratio""",
     "router": """--config --controller --decode-worker-local-prefill-max-tokens
         --decode-worker-max-running-sequences --front-tls-certificate-file
         --front-tls-client-authority-file --front-tls-key-file --help --host --insecure --keys

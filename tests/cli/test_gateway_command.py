@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from cli import commands
 from credentials.door import front_door
 from tests.http_gateway.raw_http import exchange, request
+from tests.observability.test_tracing import collecting
 from tests.pagewire.scripted_service import response, serving_in_thread, usage
 from tests.support.certificates import Authority
 from tests.support.command_line import run_main
@@ -123,6 +124,27 @@ def test_options_of_the_section_are_its_flags():
     assert (process.returncode, errors) == (0, "")
 
 
+def test_a_separate_gateway_sends_its_spans_and_the_last_ones_as_it_stops():
+    with serving_in_thread(hello) as (router, service), collecting() as (endpoint, requests):
+        process, url = start("--router", router, "--port", "0", "--tracing-endpoint", endpoint)
+        try:
+            ask(url)
+        finally:
+            process.terminate()
+            _, errors = process.communicate(timeout=20)
+
+    assert process.returncode == 0, errors
+    [(_, sent)] = requests
+    [resource] = sent.resource_spans
+    told = {each.key: each.value.string_value for each in resource.resource.attributes}
+    [span] = resource.scope_spans[0].spans
+    assert told["service.name"] == "pagewire-gateway"
+    assert told["service.instance.id"] == f"gateway-{socket.gethostname()}-{process.pid}"
+    assert span.name == "POST /v1/completions"
+    above = f"00-{span.trace_id.hex()}-{span.span_id.hex()}-01"
+    assert [each.traceparent for each in service.requests] == [above]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -149,6 +171,16 @@ def test_wrong_options_end_it_with_words(arguments, words):
 
     assert result.returncode == 2
     assert words in result.stderr
+
+
+def test_traces_without_what_sends_them_are_refused_with_words(monkeypatch):
+    monkeypatch.setattr("observability.tracing._MODULES", ("no_such_package.sdk",))
+    endpoint = ("--tracing-endpoint", "http://collector:4318/v1/traces")
+
+    refused = run_main("gateway", "--port", "0", *endpoint)
+
+    assert refused.returncode == 2
+    assert "pip install . './server[traces]'" in refused.stderr
 
 
 def test_a_port_in_use_ends_it_with_what_helps():

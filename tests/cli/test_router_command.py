@@ -488,6 +488,19 @@ def test_wrong_options_end_it_with_words(keys_path, model_dir, tmp_path) -> None
         assert (result.returncode, words in result.stderr) == (2, True), result.stderr
 
 
+def test_traces_without_what_sends_them_are_refused_with_words(
+    keys_path, model_dir, monkeypatch
+) -> None:
+    monkeypatch.setattr("observability.tracing._MODULES", ("no_such_package.sdk",))
+    endpoint = ("--tracing-endpoint", "http://collector:4318/v1/traces")
+    flags = ("--controller", "localhost:1", "--keys", str(keys_path), "--model", str(model_dir))
+
+    refused = run_main("router", *flags, "--port", "0", *endpoint)
+
+    assert refused.returncode == 2
+    assert "pip install . './server[traces]'" in refused.stderr
+
+
 def test_keys_come_from_the_secret_file_and_only_their_owner_reads_them(tmp_path) -> None:
     secret, keys = tmp_path / "secret", tmp_path / "keys"
     secret.write_bytes(bytes(range(32)))

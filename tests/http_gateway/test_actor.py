@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 import ray
 
+from cluster.config_file import load_config
+from cluster.deployment import Deployment
+from cluster.placement import place_gateway
+from credentials.secret import ClusterSecret
 from http_gateway.actor import FIND_TIMEOUT_S, GatewayActor
 from observability.serving_process import CLOSE_TIMEOUT_S
+from observability.tracing import begin_trace
 from pagewire import UnavailableError
+from pagewire.protos.trace_context import NO_TRACE
 from tests.support.virtual_time import run_virtual, wait_until
 
 LOST = ray.exceptions.ActorUnavailableError("task 7 may or may not have been executed", None)
@@ -62,6 +68,33 @@ def test_one_that_does_not_come_back_is_told_of_in_time_without_words_of_ray(
         assert asyncio.get_running_loop().time() == pytest.approx(0 if is_over else FIND_TIMEOUT_S)
 
     run_virtual(main())
+
+
+def test_a_gateway_in_a_cluster_traces_as_the_cluster_does_while_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cluster.placement.place", lambda actor, name, options, start: start)
+    endpoint = "http://127.0.0.1:9/v1/traces"
+    deployment = Deployment(
+        config=load_config(None, {"http_port": 0, "tracing.endpoint": endpoint}),
+        device="cpu",
+        secret=ClusterSecret.generate(),
+        home_resource="node:h",
+        environment={},
+        visible_gpus=None,
+    )
+
+    def is_traced() -> bool:
+        return begin_trace("POST /v1/completions", NO_TRACE).is_traced
+
+    async def main() -> None:
+        actor: Any = GatewayActor.__new__(GatewayActor)
+        await actor.__init__(place_gateway(deployment))
+        assert is_traced()
+        await actor.stop(0.0)
+        assert not is_traced()
+
+    asyncio.run(main())
 
 
 def test_a_gateway_that_restarts_ends_though_its_server_does_not_stop(

@@ -3,24 +3,29 @@
 import asyncio
 import json
 import logging
+import re
 import socket
 from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
+from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client.parser import text_string_to_metric_families
 
 from http_gateway.config import GatewayConfig
 from http_gateway.found_routers import FoundRouters
 from observability.cluster_metrics import expose_cluster
 from observability.logs import ATTRIBUTE
+from observability.tracing import begin_trace
 from pagewire import Encryption
+from pagewire.protos.trace_context import TraceContext
 from pagewire.routers import Connector
 from tests.http_gateway.conftest import openai as client_of
 from tests.http_gateway.raw_http import exchange, request
 from tests.http_gateway.serving import gateway, scripted
 from tests.http_gateway.test_lifetime import TEXT, body_of, never_ends, two_words, until
 from tests.support.cluster_status import ONE_OF_EACH
+from tests.support.traces import traced, values
 
 SECRET = "prompt that nobody else may read"
 TOKEN = "sk-secret-token"
@@ -58,6 +63,69 @@ def test_the_span_of_a_caller_reaches_the_router(served):
 
         asked = served.backend.requests[-1]
         assert [asked.traceparent, asked.tracestate] == expected, headers
+
+
+def asked_of(served):
+    """The trace context that the last request took to the router."""
+    asked = served.backend.requests[-1]
+    return asked.traceparent, asked.tracestate
+
+
+def test_the_span_of_a_request_is_the_parent_of_its_routers_and_holds_nothing_of_it(served, caplog):
+    caplog.set_level(logging.INFO)
+    caller = {
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "tracestate": "a=1",
+    }
+    body = json.dumps({"prompt": SECRET, "user": SECRET})
+    with traced() as traces:
+        exchange(served.host_and_port, request(TEXT, body, **caller))
+        until(lambda: traces.spans)
+        [span] = traces.spans
+        asked = asked_of(served)
+        exchange(served.host_and_port, request(TEXT, '{"prompt": 5}'))
+        until(lambda: len(traces.spans) == 2)
+        _, wrong = traces.spans
+
+    assert (span.name, span.kind) == (f"POST {TEXT}", SpanKind.SERVER)
+    assert asked == (f"00-0af7651916cd43dd8448eb211c80319c-{span.context.span_id:016x}-01", "a=1")
+    assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331"
+    told = values(span)
+    assert told["http.request.method"] == "POST"
+    assert told["http.route"] == TEXT
+    assert told["http.response.status_code"] == 200
+    assert told["gen_ai.usage.input_tokens"] == 40
+    assert told["router_request_id"] == "r1"
+    assert [event.name for event in span.events] == ["first_token"]
+    assert SECRET not in span.to_json()
+    assert span.status.status_code is StatusCode.UNSET
+    assert (wrong.status.status_code, wrong.status.description) == (StatusCode.ERROR, "invalid")
+    assert wrong.parent is None
+    assert [each["trace_id"] for each in lines(caplog)] == [
+        f"{each.context.trace_id:032x}" for each in (span, wrong)
+    ]
+
+
+def test_a_router_leaves_out_of_traces_what_its_gateway_does(served):
+    with traced(sample_ratio=0.0) as traces:
+        exchange(served.host_and_port, request(TEXT, body_of(TEXT)))
+        given, _ = asked_of(served)
+        router_span = begin_trace("generate", TraceContext(given))
+
+    assert re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-00", given)
+    assert not router_span.is_traced
+    assert traces.spans == []
+
+
+def test_neither_probes_nor_strangers_make_spans():
+    with gateway(lambda: scripted(two_words), needs_tenants=True) as served, traced() as traces:
+        for path in ("/health", "/metrics", "/v1/models", "/"):
+            exchange(served.host_and_port, request(path, method="GET"))
+        refused = exchange(served.host_and_port, request(TEXT, body_of(TEXT)))
+        exchange(served.host_and_port, request("/nowhere", "{}"))
+
+    assert refused.status == 503, "there are no tenants"
+    assert traces.spans == []
 
 
 def test_each_request_is_one_line_without_what_it_holds(served, caplog):

@@ -17,6 +17,7 @@ from tests.http_gateway.raw_http import exchange, request
 from tests.http_gateway.serving import gateway
 from tests.http_gateway.test_lifetime import until
 from tests.http_gateway.whole_cluster import GrpcCanary, HttpCanary, whole_cluster
+from tests.support.traces import traced
 
 EACH = 40  # together several times as many as the pages of the decode worker hold
 
@@ -69,6 +70,21 @@ def test_a_request_is_one_line_of_each_process_and_none_holds_its_text(
     text = "\n".join(f"{each.getMessage()} {vars(each)}" for each in caplog.records)
     for hidden in (secret, answer, str(token_ids)[1:-1]):
         assert hidden not in text
+
+
+def test_the_trace_of_a_request_begins_at_the_gateway(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = write_folder(tmp_path_factory.mktemp("model"), MARKS["plain"])
+    body = json.dumps({"prompt": ["One page of text", "and another"], "max_tokens": 30})
+    with gateway(lambda: whole_cluster(folder)) as served, traced() as traces:
+        assert exchange(served.host_and_port, request("/v1/completions", body)).status == 200
+        until(lambda: traces.named("POST /v1/completions"))
+        until(lambda: len(traces.named("decode")) == 2)
+
+        above = ["POST /v1/completions", "generate", "attempt", "decode"]
+        assert [traces.path(each) for each in traces.named("decode")] == [above, above]
+        assert len({span.context.trace_id for span in traces.spans}) == 1
 
 
 def test_what_is_refused_is_in_no_log_either(

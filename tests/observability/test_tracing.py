@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -47,7 +48,7 @@ print(json.dumps([name for name in sys.modules if name.startswith("opentelemetry
 def test_without_configuration_every_span_is_the_one_that_does_nothing():
     span = begin_trace("generate", NO_TRACE, request_id="r")
 
-    assert span is NO_SPAN
+    assert not span.is_traced
     assert span.child("attempt") is NO_SPAN
     assert (span.context, span.log_fields) == (NO_TRACE, {})
     with traced() as traces:
@@ -96,21 +97,28 @@ class Collector(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_last_spans_reach_the_collector_when_a_process_stops():
+@contextmanager
+def collecting():
+    """Yield a collector's endpoint, and what has come: (path, request)."""
     collector = HTTPServer(("127.0.0.1", 0), Collector)
     collector.requests = []
     threading.Thread(target=collector.serve_forever, daemon=True).start()
-    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
-    configure_tracing(
-        TracingConfig(endpoint=endpoint), service="pagewire-decode", instance="decode-0"
-    )
+    try:
+        yield f"http://127.0.0.1:{collector.server_port}/v1/traces", collector.requests
+    finally:
+        collector.shutdown()
+        collector.server_close()
 
-    begin_trace("generate", NO_TRACE).end()
-    stop_tracing()
-    collector.shutdown()
-    collector.server_close()
 
-    [(path, request)] = collector.requests
+def test_the_last_spans_reach_the_collector_when_a_process_stops():
+    with collecting() as (endpoint, requests):
+        config = TracingConfig(endpoint=endpoint)
+        configure_tracing(config, service="pagewire-decode", instance="decode-0")
+
+        begin_trace("generate", NO_TRACE).end()
+        stop_tracing()
+
+    [(path, request)] = requests
     [resource] = request.resource_spans
     assert path == "/v1/traces"
     told = {each.key: each.value.string_value for each in resource.resource.attributes}
@@ -130,7 +138,7 @@ def test_a_collector_that_is_gone_holds_up_nobody(caplog, monkeypatch):
     stopping_at = time.monotonic()
     stop_tracing()
     assert_within(time.monotonic() - stopping_at, 5)
-    assert begin_trace("generate", NO_TRACE) is NO_SPAN
+    assert not begin_trace("generate", NO_TRACE).is_traced
     wait_for(lambda: any(record.message == "traces_lost" for record in caplog.records))
     assert all(record.name == "observability.tracing" for record in caplog.records)
 
