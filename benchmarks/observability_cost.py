@@ -72,6 +72,7 @@ def router_call() -> Callable[[], None]:
         metrics.first_token("model", 0.02)
         metrics.choice_finished("model", "length")
         metrics.call_finished("model", usage, CONTEXT)
+        metrics.asked("model", n=1, max_tokens=ANSWER_TOKENS)
         metrics.answered("model", 0.6)
         metrics.call_ended("ok", is_waiting=False)
 

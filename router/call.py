@@ -270,6 +270,8 @@ class Call:
             usage = message.usage
             wire.write_usage(usage, generation)
             metrics.call_finished(model, usage, usage.stats.cached_tokens)
+            sampling = generation.request.sampling
+            metrics.asked(model, n=sampling.n, max_tokens=sampling.max_tokens)
             if generation.prefill_s is not None:
                 metrics.computed(model, prefill_s=generation.prefill_s, decode_s=decode_s(usage))
             metrics.answered(model, usage.total_ms / 1000)

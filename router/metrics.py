@@ -6,11 +6,14 @@ from observability.cluster_metrics import Cluster, ClusterCollector
 from observability.request_metrics import (
     SECONDS,
     SECONDS_IN_QUEUE,
+    TOKENS,
     GapsCollector,
     RequestMetrics,
 )
 from observability.tallies import Tallies
 from observability.token_gaps import TokenGaps
+
+CHOICES = (1, 2, 5, 10, 20, 50)
 
 
 class RouterMetrics(RequestMetrics):
@@ -41,6 +44,11 @@ class RouterMetrics(RequestMetrics):
             SECONDS,
         )
 
+        self._choices = self._histogram("request_params_n", "The parameter n of a call.", CHOICES)
+        self._max_tokens = self._histogram(
+            "request_params_max_tokens", "The parameter max_tokens of a call.", TOKENS
+        )
+
     def dispatched(self, model: str, seconds: float) -> None:
         """Note how long an admitted call waited until a decode worker got it."""
         self._dispatch.labels(model).observe(seconds)
@@ -49,6 +57,11 @@ class RouterMetrics(RequestMetrics):
         """Note how long workers were busy with a call that the router answered in full."""
         self._prefill.labels(model).observe(prefill_s)
         self._inference.labels(model).observe(prefill_s + decode_s)
+
+    def asked(self, model: str, *, n: int, max_tokens: int) -> None:
+        """Note parameters of a call that the router answered in full."""
+        self._choices.labels(model).observe(n)
+        self._max_tokens.labels(model).observe(max_tokens)
 
     def call_begun(self) -> None:
         """Count a call that runs, and waits for its first token."""

@@ -73,6 +73,9 @@ def test_a_router_counts_calls_and_times_by_names_that_users_of_vllm_know() -> N
             assert found[f"{gaps}_sum", model] == pytest.approx(1.2, abs=0.01)
             assert found["pagewire_e2e_request_latency_seconds_count", model] == 2
             assert found["pagewire_request_queue_time_seconds_count", model] == 2
+            assert found["pagewire_request_params_n_sum", model] == 1 + 2
+            assert found["pagewire_request_params_max_tokens_sum", model] == 5 + 5
+            assert found["pagewire_request_params_max_tokens_count", model] == 2
             assert found["pagewire_router_queue_time_seconds_count", model] == 2
             assert found["pagewire_router_queue_time_seconds_sum", model] == 0, "a worker was free"
             assert found["pagewire_router_up",] == 1

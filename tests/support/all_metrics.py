@@ -50,6 +50,7 @@ def all_metrics() -> dict[str, Exported]:
     router.call_ended("ok", is_waiting=False)
     router.dispatched("m", 1.0)
     router.computed("m", prefill_s=1.0, decode_s=1.0)
+    router.asked("m", n=1, max_tokens=1)
     router.token_gaps.add(0.1, 1)
     router.tell_cluster(lambda: CLUSTER, lambda: "m")
     worker = process_registry()
