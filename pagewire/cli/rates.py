@@ -76,12 +76,17 @@ class RateWindow:
 def look_twice(client: Client, interval_s: float) -> tuple[ClusterStatus, Rates | None]:
     """Return a router's second answer and the rates since its first; raises PagewireError.
 
+    A caller who is no operator sees nothing that has a rate: then the first answer is the only one.
+
     Args:
         client: Asks the router.
         interval_s: Seconds between both.
     """
     window = RateWindow()
-    window.add(Answer(time.monotonic(), client.status()))
+    status = client.status()
+    if status.is_partial:
+        return status, None
+    window.add(Answer(time.monotonic(), status))
     time.sleep(interval_s)
     status = client.status()
     return status, window.add(Answer(time.monotonic(), status))

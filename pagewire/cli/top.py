@@ -35,18 +35,20 @@ def top_lines(
     Args:
         rates: None: not known yet.
         columns: Longest line. The table loses its last columns, other lines their ends.
-        lines: Most lines; None: any number. The last one counts workers that do not fit.
+        lines: Most lines; None: any number. What does not answer gets up to half of those below the
+            cluster's, and more if the workers leave them; both parts count what does not fit.
     """
     if status.is_partial:
         own = f"requests: {status.active_requests} active"
         return [line[:columns] for line in (own, "the rest is for operators")]
     head = [*_cluster_lines(status, rates), ""]
     workers = sorted(status.workers, key=lambda each: (each.pool, each.worker_id))
-    table = _table(workers, rates, columns)
-    if lines is not None and len(head) + len(table) > lines:
-        room = max(lines - len(head) - 2, 0)  # besides headers and the last line
-        table = [*table[: room + 1], f"and {len(workers) - room} more workers"]
-    shown = [*head, *table, *silences(status)][:lines]
+    table, told = _table(workers, rates, columns), silences(status)
+    if lines is not None:
+        room = max(lines - len(head), 0)
+        told = _at_most(max(room // 2, room - len(table)), told, "without requests or an answer")
+        table = [table[0], *_at_most(room - len(told) - 1, table[1:], "workers")]
+    shown = [*head, *table, *told][:lines]
     return [line[:columns].rstrip() for line in shown]
 
 
@@ -118,6 +120,13 @@ def _cluster_lines(status: ClusterStatus, rates: Rates | None) -> list[str]:
     if status.is_stopping:
         lines.append(STOPPING)
     return lines
+
+
+def _at_most(number: int, lines: list[str], what: str) -> list[str]:
+    if len(lines) <= number:
+        return lines
+    kept = lines[: max(number - 1, 0)]
+    return [*kept, f"and {len(lines) - len(kept)} more {what}"]
 
 
 def _table(workers: list[WorkerStatus], rates: Rates | None, columns: int) -> list[str]:

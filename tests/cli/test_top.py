@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 
 from pagewire import ClusterStatus
-from pagewire.cli.rates import Answer, rates_between
+from pagewire.cli.rates import Answer, look_twice, rates_between
 from pagewire.cli.screen import ENTER, LEAVE
 from pagewire.cli.top import top_lines
 from tests.cli.test_client_commands import PAGEWIRE, WAIT_S, answer
@@ -93,9 +93,30 @@ def test_what_the_window_cannot_hold_is_counted():
     assert lines[-2].startswith("decode-05")
     assert lines[-1] == "and 24 more workers"
     assert len(top_lines(cluster, None, columns=80)) == 35
+
+
+def test_a_full_window_shows_what_does_not_answer():
+    silent = worker(worker_id="decode-29", state="dead")
+    cluster = status(*(worker(worker_id=f"decode-{i:02}") for i in range(29)), silent)
+    cluster = replace(cluster, controller_silence="UNAVAILABLE")
     dead = replace(cluster, workers=tuple(replace(w, state="dead") for w in cluster.workers))
-    assert top_lines(dead, None, columns=80, lines=12)[-1] == "and 24 more workers"
-    assert len(top_lines(dead, None, columns=80, lines=40)) == 40
+
+    assert top_lines(cluster, None, columns=80, lines=12)[-4:] == [
+        "decode-03  ready       0+0    50%      -       -     -        -     -",
+        "and 26 more workers",
+        "the controller does not answer: UNAVAILABLE",
+        "decode-29 does not answer: no reason is known",
+    ]
+    *_, first, second, workers, controller, one, another, more = top_lines(
+        dead, None, columns=80, lines=12
+    )
+    assert (first[:9], second[:9]) == ("decode-00", "decode-01")
+    assert workers == "and 28 more workers"
+    assert controller.startswith("the controller does")
+    assert (one[:9], another[:9]) == ("decode-00", "decode-01")
+    assert more == "and 28 more without requests or an answer"
+    for lines in range(70):
+        assert len(top_lines(dead, None, columns=80, lines=lines)) == min(lines, 4 + 31 + 31)
 
 
 def test_a_tenant_that_is_no_operator_sees_its_own() -> None:
@@ -116,6 +137,20 @@ def test_once_prints_rates_for_scripts():
     assert "\x1b" not in result.stdout
     assert "decode-0" in result.stdout
     assert result.stdout.startswith("requests: 0/s finished")
+
+
+def test_who_sees_no_rates_waits_for_none_and_asks_once():
+    class Router:
+        num_statuses = 0
+
+        def status(self):
+            self.num_statuses += 1
+            return replace(status(), is_partial=True)
+
+    router = Router()
+
+    assert look_twice(router, 3600.0) == (router.status(), None)
+    assert router.num_statuses == 2, "one is of this test"
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "3601"])
