@@ -1,12 +1,14 @@
 """Measures what metrics and traces cost a worker in a step and a router in a token.
 
     python -m benchmarks.observability_cost --out benchmarks/results/observability-cost-cpu.json
+    python -m benchmarks.observability_cost --scrape --out benchmarks/results/scrape-cost-cpu.json
 
 Each case runs the calls that exist only for metrics or traces, as a process makes them. Its cost is
 the CPU time of all threads; for traces, it includes making the bytes that would be sent. What a
 plan counts of shared prefixes, once for many steps, is left out. Shares refer to figures of the
 same result folder: a step of decode in the engine alone, and the router's CPU for a token of 256
-streams.
+streams. A scrape's share is that of one core, if one comes every 15 s. Its loop is what a router's
+event loop does for it, without its index of prefixes; its text is made in another thread.
 """
 
 import argparse
@@ -25,14 +27,24 @@ from benchmarks.result_file import write_result
 from llm_engine.kv_reads import NO_READS, flat_reads
 from observability.token_gaps import TokenGaps
 from observability.tracing import begin_part, begin_trace, stop_tracing, trace_to
-from pagewire.protos import inference_pb2
+from pagewire import ClusterStatus
+from pagewire.protos import common_pb2, inference_pb2, worker_pb2
 from pagewire.protos.trace_context import NO_TRACE, TraceContext
+from pagewire.wire import status_from
+from router import wire
+from router.membership import WorkerMember
 from router.metrics import RouterMetrics
+from router.tenants.registry import Tenants
+from router.tenants.tenant import TenantRules
+from router.worker_report import KnownWorker
 from worker.load import WorkerTotals
 
 RESULTS = Path(__file__).parent / "results"
 CONTEXT = 1024  # tokens of each stream
 ANSWER_TOKENS = 128  # over which the cost of a call is spread
+SCRAPED_WORKERS, SCRAPED_TENANTS = 16, 100
+SCRAPE_S = 15.0  # between two scrapes
+LARGE = 1_234_567_890  # as totals of some days
 CALLER = TraceContext(f"00-{'1' * 32}-{'1' * 16}-01")
 TOKEN_BYTES = 2 * 8 * 128 * 2 * 32  # K and V of Llama-3-8B
 
@@ -77,6 +89,41 @@ def router_call() -> Callable[[], None]:
         metrics.call_ended("ok", is_waiting=False)
 
     return call
+
+
+def router_view() -> Callable[[], ClusterStatus]:
+    """Return what a router's event loop does for a scrape."""
+    beat = inference_pb2.Heartbeat(pool=common_pb2.POOL_DECODE, steps=LARGE, running=64, waiting=3)
+    for part in (beat.pages, beat.totals):
+        for field in part.DESCRIPTOR.fields:
+            setattr(part, field.name, LARGE)
+    known = [
+        KnownWorker(
+            member=WorkerMember(
+                worker_id=f"decode-{index}", incarnation=LARGE, address="host:1", pool="decode"
+            ),
+            state="READY",
+            misfit="",
+            silence="",
+            heartbeat=wire.heartbeat(worker_pb2.WatchResponse(heartbeat=beat)),
+            heartbeat_age_s=0.1,
+        )
+        for index in range(SCRAPED_WORKERS)
+    ]
+    tenants = Tenants(TenantRules(name=f"tenant-{n}") for n in range(SCRAPED_TENANTS))
+    return lambda: status_from(
+        inference_pb2.GetClusterStatusResponse(
+            workers=[wire.worker_status(each) for each in known],
+            tenants=[wire.tenant_status(each) for each in tenants.told],
+        )
+    )
+
+
+def router_text(status: ClusterStatus) -> Callable[[], bytes]:
+    """Return what a router's other thread does for a scrape."""
+    metrics = RouterMetrics()
+    metrics.tell_cluster(lambda: status, lambda: "model")
+    return metrics.expose
 
 
 def router_spans() -> None:
@@ -153,8 +200,7 @@ def measure(number: int, repeats: int) -> list[dict[str, Any]]:
     rows = []
 
     def add(case: str, cost_us: float, whole_us: float, of: str) -> None:
-        share = round(100 * cost_us / whole_us, 2)
-        rows.append({"case": case, "us": cost_us, "percent": share, "of": of})
+        rows.append(_row(case, cost_us, whole_us, of))
 
     for streams in (1, 64, 256):
         step_ms = steps[f"decode/{streams}@{CONTEXT}"]
@@ -173,6 +219,22 @@ def measure(number: int, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_scrape(number: int, repeats: int) -> list[dict[str, Any]]:
+    """Return a row for each part of a scrape."""
+    size = {"number": max(number // 50, 1), "repeats": repeats}
+    of = f"{SCRAPE_S:.0f} s, {SCRAPED_WORKERS} workers and {SCRAPED_TENANTS} tenants"
+    view = router_view()
+    return [
+        _row("metrics/scrape/loop", us(view, **size), 1e6 * SCRAPE_S, of),
+        _row("metrics/scrape/text", us(router_text(view()), **size), 1e6 * SCRAPE_S, of),
+    ]
+
+
+def _row(case: str, cost_us: float, whole_us: float, of: str) -> dict[str, Any]:
+    percent = round(100 * cost_us / whole_us, 2)
+    return {"case": case, "us": cost_us, "percent": percent, "of": of}
+
+
 def _cases(name: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads((RESULTS / name).read_text())["cases"]
     return found
@@ -184,8 +246,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--number", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--scrape", action="store_true", help="Measure a scrape, and nothing else.")
     options = parser.parse_args()
-    rows = measure(options.number, options.repeats)
+    rows = (measure_scrape if options.scrape else measure)(options.number, options.repeats)
     for row in rows:
         cost = f"{row['us']:>9} us {row['percent']:>6} %"
         sys.stdout.write(f"{row['case']:<24} {cost} of {row['of']}\n")

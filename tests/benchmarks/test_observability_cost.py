@@ -1,6 +1,6 @@
 """Metrics cost little beside what they measure; traces are exported."""
 
-from benchmarks.observability_cost import measure
+from benchmarks.observability_cost import measure, measure_scrape
 
 
 def test_metrics_cost_at_most_a_fiftieth_of_a_step() -> None:
@@ -9,3 +9,10 @@ def test_metrics_cost_at_most_a_fiftieth_of_a_step() -> None:
     assert max(percent[f"metrics/step/{streams}"] for streams in (1, 64, 256)) < 2.0
     assert percent["traces/on/worker/call"] < 2.0
     assert percent["traces/off/router/call"] < percent["traces/on/router/call"]
+
+
+def test_a_scrape_costs_at_most_a_fiftieth_of_a_core() -> None:
+    rows = measure_scrape(number=50, repeats=5)
+
+    assert {row["case"] for row in rows} == {"metrics/scrape/loop", "metrics/scrape/text"}
+    assert sum(row["percent"] for row in rows) < 2.0

@@ -279,6 +279,16 @@ def test_metrics_tell_of_the_router_and_its_workers(served):
     assert found["pagewire_kv_cache_usage_perc", *of_worker] == 0.6
 
 
+def test_metrics_are_written_beside_the_event_loop(served, monkeypatch):
+    def find(status):
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        return expose_cluster(status)
+
+    monkeypatch.setattr("http_gateway.probes.expose_cluster", find)
+    assert metrics(served)["pagewire_router_up",] == 1
+
+
 def test_metrics_without_a_router_are_those_of_the_gateway():
     with gateway(lambda: scripted(two_words)) as served:
         assert metrics(served)["pagewire_router_up",] == 1
