@@ -20,6 +20,7 @@ GAUGES = {
 COUNTERS = {
     "steps": "Engine steps.",
     "steps_ahead": "Of these, steps launched before the previous one's tokens were known.",
+    "steps_alone": "Steps with no other in flight, because a pass of one of their requests failed.",
     "looked_up_tokens": "Prompt tokens needed: looked up in the worker's cache.",
     "cached_tokens": "Of these, tokens found in the worker's cache.",
     "computed_tokens": "Prompt tokens computed.",

@@ -232,6 +232,7 @@ class WorkerStatus:
     preemptions: int
     needed_bytes: int  # of all pages of prompts that prefill workers were to compute
     steps_ahead: int  # of `steps`, those launched before the previous one's tokens were known
+    steps_alone: int  # of `steps`, those with no other in flight, after a failed pass of a request
     attention_needed_bytes: int  # K and V that drawn tokens attended to, counted for each token
     attention_read_bytes: int  # of them, what was read: shared prefixes once for a whole step
     sharing_groups: int  # of sequences that shared what they read, summed over steps

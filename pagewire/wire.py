@@ -505,6 +505,7 @@ def worker_status_from(status: inference_pb2.WorkerStatus) -> WorkerStatus:
         preemptions=totals.preemptions,
         needed_bytes=totals.needed_bytes,
         steps_ahead=totals.steps_ahead,
+        steps_alone=totals.steps_alone,
         attention_needed_bytes=totals.attention_needed_bytes,
         attention_read_bytes=totals.attention_read_bytes,
         sharing_groups=totals.sharing_groups,

@@ -228,6 +228,7 @@ class WorkerHost:
         return WorkerLoad(
             steps=self._loop.num_steps,
             steps_ahead=self._loop.num_steps_ahead,
+            steps_alone=self._loop.num_steps_alone,
             reads=self._loop.reads,
             num_over_quota=self.cache.num_over_quota,
             running=self._scheduler.num_running,

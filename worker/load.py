@@ -36,6 +36,7 @@ class WorkerLoad:
 
     steps: int  # engine steps so far; a worker that has work and makes none is stuck
     steps_ahead: int  # of them, those launched before the last one's tokens were known
+    steps_alone: int  # of them, those with no other beside them, after a failed pass of a request
     reads: KVReads  # of attention, in all steps so far
     num_over_quota: int  # pages evicted so far because a tenant had more than it may keep
     running: int  # sequences or prompts that share the steps

@@ -174,6 +174,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
     ) -> None:
         self.num_steps = 0  # that succeeded
         self.num_steps_ahead = 0  # launched while an older one was not settled
+        self.num_steps_alone = 0  # launched with no other, because a request's pass had failed
         self.reads = NO_READS  # of attention, in steps that succeeded
         self._scheduler = scheduler
         self._listener = listener
@@ -256,6 +257,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
                 await self._recover(error)
         else:
             self.num_steps_ahead += len(self._unsettled) > 1
+            self.num_steps_alone += plan.is_alone
         most = 0 if plan.is_alone else self._executor.engine.max_launched - 1
         await self._settle_down_to(most)
 

@@ -160,6 +160,7 @@ def heartbeat_to_proto(
             preemptions=totals.preemptions,
             needed_bytes=totals.needed_bytes,
             steps_ahead=load.steps_ahead,
+            steps_alone=load.steps_alone,
             attention_needed_bytes=load.reads.needed_bytes,
             attention_read_bytes=load.reads.read_bytes,
             sharing_groups=load.reads.groups,

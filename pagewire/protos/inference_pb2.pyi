@@ -419,7 +419,7 @@ class PageCounts(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., live: _Optional[int] = ..., cached: _Optional[int] = ..., leased: _Optional[int] = ..., incoming: _Optional[int] = ..., quarantine: _Optional[int] = ...) -> None: ...
 
 class WorkerTotals(_message.Message):
-    __slots__ = ("cached_tokens", "computed_tokens", "generated_tokens", "pages_moved", "bytes_moved", "transfer_failures", "preemptions", "looked_up_tokens", "needed_bytes", "steps_ahead", "attention_needed_bytes", "attention_read_bytes", "sharing_groups", "sharing_rows", "transfer_s", "exposed_transfer_s", "over_quota_pages", "prompt_step_s", "decode_step_s", "mixed_step_s")
+    __slots__ = ("cached_tokens", "computed_tokens", "generated_tokens", "pages_moved", "bytes_moved", "transfer_failures", "preemptions", "looked_up_tokens", "needed_bytes", "steps_ahead", "attention_needed_bytes", "attention_read_bytes", "sharing_groups", "sharing_rows", "transfer_s", "exposed_transfer_s", "over_quota_pages", "prompt_step_s", "decode_step_s", "mixed_step_s", "steps_alone")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -440,6 +440,7 @@ class WorkerTotals(_message.Message):
     PROMPT_STEP_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
     MIXED_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    STEPS_ALONE_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     computed_tokens: int
     generated_tokens: int
@@ -460,4 +461,5 @@ class WorkerTotals(_message.Message):
     prompt_step_s: float
     decode_step_s: float
     mixed_step_s: float
-    def __init__(self, cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., pages_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., looked_up_tokens: _Optional[int] = ..., needed_bytes: _Optional[int] = ..., steps_ahead: _Optional[int] = ..., attention_needed_bytes: _Optional[int] = ..., attention_read_bytes: _Optional[int] = ..., sharing_groups: _Optional[int] = ..., sharing_rows: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., over_quota_pages: _Optional[int] = ..., prompt_step_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., mixed_step_s: _Optional[float] = ...) -> None: ...
+    steps_alone: int
+    def __init__(self, cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., pages_moved: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., looked_up_tokens: _Optional[int] = ..., needed_bytes: _Optional[int] = ..., steps_ahead: _Optional[int] = ..., attention_needed_bytes: _Optional[int] = ..., attention_read_bytes: _Optional[int] = ..., sharing_groups: _Optional[int] = ..., sharing_rows: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., over_quota_pages: _Optional[int] = ..., prompt_step_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., mixed_step_s: _Optional[float] = ..., steps_alone: _Optional[int] = ...) -> None: ...

@@ -119,6 +119,7 @@ def test_a_request_whose_pass_failed_computes_alone_until_a_pass_has_succeeded()
         alone = [each == {suspect.prompt} for each in executor.computed_for]
         # Its prompt and the first decode, alone; then it shares the passes of the others.
         assert sum(alone) == 2
+        assert (await heartbeat(cluster, cluster.decode)).totals.steps_alone == 2
         assert sum(shared) == 8
         assert shared.index(True) > max(i for i, is_alone in enumerate(alone) if is_alone) > before
 

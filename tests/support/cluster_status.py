@@ -27,6 +27,7 @@ ONE_OF_EACH = ClusterStatus(
             preemptions=13,
             needed_bytes=14,
             steps_ahead=1,
+            steps_alone=1,
             attention_needed_bytes=15,
             attention_read_bytes=16,
             sharing_groups=17,

@@ -251,6 +251,7 @@ def test_steps_that_are_to_run_alone_have_no_other_beside_them() -> None:
 
     assert world.done == ["r0", "r1", "r2"]
     assert world.num_ahead == 0
+    assert (world.loop.num_steps, world.loop.num_steps_alone) == (3, 1)
 
 
 def test_cancelled_the_loop_waits_for_what_it_launched_and_nobody_hears_of_it() -> None:
