@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -26,7 +25,8 @@ class HostLink:
         self.device = device
         self.wire = wire
         self.is_sender = is_sender
-        self.abort_s = 0.0
+        self.may_abort = threading.Event()
+        self.may_abort.set()
         self.is_hanging = False
         self.is_aborted = False
 
@@ -46,7 +46,7 @@ class HostLink:
         self.device.storage.import_pages(page_ids, self.wire.pop())
 
     def abort(self) -> None:
-        time.sleep(self.abort_s)
+        self.may_abort.wait(10)
         self.is_aborted = True
 
 
@@ -138,19 +138,18 @@ def test_a_hanging_peer_ends_at_the_deadline_and_abort_runs_beside_the_event_loo
         async with a_pair() as pair:
             receiving, sending = await pair.connect()
             pair.devices[1].links[0].is_hanging = True
-            pair.devices[1].links[0].abort_s = 0.2
+            pair.devices[1].links[0].may_abort.clear()
             before = pair.target.slots.copy()
             posted = asyncio.create_task(sending.send([1, 2], 0.5))
 
             with pytest.raises(ConnectionBroken, match="deadline"):
                 await receiving.receive([3, 4], 0.1)
             aborting = asyncio.create_task(receiving.abort())
-            ticks = 0
-            while not aborting.done():
-                await asyncio.sleep(0.01)
-                ticks += 1
+            await asyncio.sleep(0.01)
+            assert not aborting.done()
+            pair.devices[1].links[0].may_abort.set()  # which a held up event loop would not
+            await asyncio.wait_for(aborting, 5)
 
-            assert ticks > 2, "the event loop went on"
             assert pair.devices[1].links[0].is_aborted
             pair.devices[1].links[0].is_hanging = False
             await asyncio.sleep(0.01)

@@ -142,7 +142,6 @@ def test_a_port_belongs_to_one_process() -> None:
 def test_a_loop_that_does_not_answer_costs_a_scrape_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(metrics_server, "STATUS_S", 0.05)
     told: list[int] = []
 
     async def scenario() -> None:
@@ -153,10 +152,12 @@ def test_a_loop_that_does_not_answer_costs_a_scrape_and_no_more(
                 ask_loop(loop, lambda: 1)
             is_over.set()
 
-        asking = asyncio.create_task(asyncio.to_thread(ask))
-        await asyncio.sleep(0)
-        assert is_over.wait(10), "it gives up while the loop is busy"
-        await asking
+        with monkeypatch.context() as patch:
+            patch.setattr(metrics_server, "STATUS_S", 0.05)
+            asking = asyncio.create_task(asyncio.to_thread(ask))
+            await asyncio.sleep(0)
+            assert is_over.wait(10), "it gives up while the loop is busy"
+            await asking
         told.append(await asyncio.to_thread(ask_loop, loop, lambda: 2))
 
     asyncio.run(scenario())

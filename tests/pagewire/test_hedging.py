@@ -143,7 +143,9 @@ def test_the_only_address_gets_the_call_once_more():
 
 
 def test_a_refusal_is_an_answer_and_a_hedge_that_fails_costs_nothing():
-    refusal, _, other = generate(refuses(grpc.StatusCode.RESOURCE_EXHAUSTED), says("b"))
+    refusal, _, other = generate(
+        refuses(grpc.StatusCode.RESOURCE_EXHAUSTED), says("b"), hedge_after_s=5.0
+    )
     assert isinstance(refusal, pagewire.OverloadedError)
     assert other.requests == []
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -16,6 +16,7 @@ from protos import call_guard
 from protos.call_guard import CallGuard
 from protos.field_count import check_num_fields
 from tests.support.log_records import records_of
+from tests.support.waiting import until
 
 GARBAGE = b"\xff\xff\xff"
 INVALID, EXHAUSTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -98,6 +99,20 @@ def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def open_call(channel: grpc.aio.Channel, method: str) -> Any:
     """Open a call that has not sent anything, whatever kind the method is."""
     return channel.stream_stream(f"/test/{method}")()
+
+
+@pytest.fixture
+def silences(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When each call began to wait for a message. Calls reach a busy server out of turn."""
+    began: list[float] = []
+
+    class Noted(call_guard._Silence):
+        def __init__(self, since: float) -> None:
+            super().__init__(since)
+            began.append(since)
+
+    monkeypatch.setattr(call_guard, "_Silence", Noted)
+    return began
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
@@ -202,7 +217,7 @@ def test_a_call_without_a_request_ends_in_time() -> None:
 
 
 def test_of_too_many_silent_calls_the_oldest_end_and_others_are_served(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, silences: list[float]
 ) -> None:
     monkeypatch.setattr(call_guard, "YOUNG_S", 0.1)
 
@@ -211,7 +226,7 @@ def test_of_too_many_silent_calls_the_oldest_end_and_others_are_served(
             calls = []
             for _ in range(5):
                 calls.append(open_call(channel, "Ticking"))
-                await asyncio.sleep(0.02)
+                await until(lambda: len(silences) == len(calls))
             for oldest in calls[:2]:
                 code, details = await status_of(oldest)
                 assert code is EXHAUSTED, details
@@ -247,9 +262,12 @@ def test_a_method_with_too_many_open_calls_refuses_more_and_others_go_on() -> No
             assert await retry_delay_s(refused) == 1.25
             assert await answers(channel, "Unary", text("a")) == ["a"]
             ticks[0].cancel()
-            await asyncio.sleep(0.05)
-            again = channel.unary_stream("/test/Ticking")(text("x"))
-            assert await again.read(), "there is room again"
+            async with asyncio.timeout(10):  # until there is room again
+                while True:
+                    again = channel.unary_stream("/test/Ticking")(text("x"))
+                    with suppress(grpc.aio.AioRpcError):
+                        assert await again.read()
+                        break
             again.cancel()
             ticks[1].cancel()
 
@@ -304,20 +322,19 @@ def test_a_large_request_is_for_services_of_the_contract_alone(method: str) -> N
 
 
 def test_calls_of_standard_services_keep_no_message_half_sent(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, silences: list[float]
 ) -> None:
     """A message that never ends takes memory, and anybody may call these."""
     monkeypatch.setattr(call_guard, "YOUNG_S", 0.0)
     monkeypatch.setattr(call_guard, "MAX_SILENT_STANDARD", 2)
 
     async def scenario() -> None:
-        async with guarded(request_s=0.2) as channel:
+        async with guarded(request_s=1.0) as channel:
             own = channel.stream_stream("/pagewire.v1.InferenceService/Echoing")()
             calls = []
             for method in ("Ticking", "Echoing", "Echoing", "Unary"):
                 calls.append(open_call(channel, method))
-                await calls[-1].wait_for_connection()
-                await asyncio.sleep(0.01)
+                await until(lambda: len(silences) == len(calls))
             ends = [await status_of(each) for each in calls]
             assert [code for code, _ in ends] == [EXHAUSTED] * 2 + [
                 grpc.StatusCode.DEADLINE_EXCEEDED
