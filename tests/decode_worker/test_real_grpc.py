@@ -44,7 +44,7 @@ async def real_session() -> AsyncIterator[tuple[FakeWorkers, ScriptedRouter, grp
 
 
 async def wait_free(cluster: FakeWorkers) -> None:
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(10.0):
         for worker in cluster.workers.values():
             while True:
                 counts = worker.cache.pool.counts()

@@ -393,9 +393,9 @@ def test_a_connection_is_kept_for_further_requests_and_closed_when_idle(address)
             assert read_answer(connection, 0.0).status == 200
         connection.sendall(request(CHAT, '{"messages": 5}'))
         assert read_answer(connection, 0.0).status == 400
+        started = time.monotonic()
         connection.sendall(request("/health", method="GET"))
         assert read_answer(connection, 0.0).status == 200
-        started = time.monotonic()
 
         assert is_closed(connection)
         seconds = time.monotonic() - started

@@ -38,7 +38,7 @@ from tests.pagewire.scripted_service import (
     violation,
 )
 from tests.support.virtual_time import run_virtual
-from tests.support.wall_clock import assert_within
+from tests.support.wall_clock import assert_within, on_this_host
 
 CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES = {
@@ -157,7 +157,8 @@ def test_a_head_that_grows_while_another_request_is_answered_ends_the_connection
 @pytest.mark.parametrize("who", ["idle gateway", "client"])
 def test_a_closed_connection_whose_client_reads_nothing_is_given_up(who):
     """Less is unread than makes the gateway's writers wait."""
-    limits = {"idle_timeout_s": 0.2, "slow_client_timeout_s": 0.3}
+    # Between two requests a busy host may pause, but not for so long.
+    limits = {"idle_timeout_s": 2.0, "slow_client_timeout_s": 0.3}
     with gateway(lambda: scripted(two_words), **limits) as served:
         state = served.server._server.server_state
         with socket.socket() as client:
@@ -240,7 +241,7 @@ def test_a_client_that_takes_nothing_is_disconnected_and_holds_up_nobody():
         until(lambda: served.backend.requests)
         for _ in range(10):
             answer = exchange(served.host_and_port, request(TEXT, body_of(TEXT)))
-            assert_within(answer.seconds, 1)
+            assert_within(answer.seconds, on_this_host(1))
             time.sleep(0.05)
         until(served.backend.cancelled.is_set)
         assert is_closed(connection)

@@ -134,7 +134,7 @@ def test_a_collector_that_is_gone_holds_up_nobody(caplog, monkeypatch):
     began = time.process_time()
     for _ in range(20_000):  # more than wait
         begin_trace("generate", NO_TRACE).end()
-    assert time.process_time() - began < 10
+    assert_within(time.process_time() - began, 10)
     stopping_at = time.monotonic()
     stop_tracing()
     assert_within(time.monotonic() - stopping_at, 5)
