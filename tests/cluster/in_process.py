@@ -7,8 +7,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-import grpc
-
 from credentials.config import TlsSettings
 from credentials.door import ClusterLinks
 from decode_worker.config import DecodeConfig
@@ -20,6 +18,7 @@ from pagewire import AsyncClient
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import PrefillWorker
 from router.config import RouterConfig
+from router.front import make_server
 from router.membership import WorkerMember
 from router.process import connect_worker
 from router.router import Router
@@ -98,15 +97,16 @@ async def in_process_cluster(
                 metrics_ports=metrics_ports,
             )
             stack.push_async_callback(process.stop, 0.0)
+        config = RouterConfig(**limits)
         router = Router(
-            config=RouterConfig(**limits),
+            config=config,
             model_dir=text_folder(model) if has_text else None,
             connect_channel=partial(
                 connect_worker, credentials_of("router", "router-0"), ClusterLinks(tls)
             ),
             random_id=lambda: secrets.token_hex(16),
         )
-        server = grpc.aio.server()
+        server = make_server(config)
         port = server.add_insecure_port(f"{HOST}:0")
         router.register(server)
         await router.start()

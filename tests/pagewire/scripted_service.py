@@ -18,8 +18,11 @@ from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc
 from pagewire.protos.gathering import READS_MORE_KEY, READS_TOKENS_KEY
 from pagewire.protos.token_ids import TOKEN_BYTES, pack_token_ids, unpack_token_ids
 from pagewire.wire import STATUS_DETAILS_KEY
+from router.front import MIN_PING_INTERVAL_MS
 
 Script = Callable[[Any, Any], AsyncIterator[Any]]  # (request, context) -> responses
+# As a router's: by default gRPC ends the connection of a client that waits for ten seconds.
+OPTIONS = (("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),)
 
 
 class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_grpc.HealthServicer):
@@ -243,7 +246,7 @@ async def serving(
     """Serve on a free port of this loop, in clear or behind a door."""
     door = door or front_door(TlsSettings())
     service = ScriptedService(script)
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=OPTIONS)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(service, server)
     port = door.add_port(server, "127.0.0.1", 0)
