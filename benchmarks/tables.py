@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
+from math import fsum
 from pathlib import Path
 
 from benchmarks.figures import FLASHINFER_CASCADE, FLASHINFER_DECODE, read_times
@@ -160,8 +161,8 @@ def engine_step() -> str:
 def profile_parts(row: Row) -> dict[str, float]:
     """Return the times of a profiled step by kind, ms; kernels may overlap."""
     parts = row["parts_ms"]
-    attention = sum(parts.get(name, 0.0) for name in ("decode", "cascade", "prefill"))
-    rest = sum(parts.values()) - attention - parts["linear"]
+    attention = fsum(parts.get(name, 0.0) for name in ("decode", "cascade", "prefill"))
+    rest = fsum(parts.values()) - attention - parts["linear"]
     return {
         "linear layers": parts["linear"],
         "attention": attention,
