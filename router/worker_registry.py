@@ -93,10 +93,8 @@ class Worker:
         return self.member.is_draining or self._says_it_leaves
 
     def note_leaving(self) -> None:
-        """Take its word that it leaves, and also that it takes nothing more from now on."""
+        """Believe the worker that it leaves: this start gets nothing more."""
         self._says_it_leaves = True
-        if self.state == "READY":
-            self.state = "DRAINING"
 
     def take_heartbeat(self, beat: WorkerHeartbeat, now: float) -> None:
         """Keep it; its load beyond this router's own requests is that of other routers.
@@ -116,7 +114,9 @@ class Worker:
 
     def note_progress(self, beat: WorkerHeartbeat, now: float) -> None:
         """Note how long it has made no step; that it was reached anew is no progress."""
-        has_work = beat.num_running or beat.is_stepping  # of prompts alone, say
+        has_work = (
+            beat.num_running or beat.is_stepping
+        )  # a step of prompts alone has nothing running
         if beat.steps != self._num_steps or not has_work:
             self._num_steps, self._stepped_at = beat.steps, now
         self.stalled_s = now - self._stepped_at
@@ -225,7 +225,11 @@ class WorkerRegistry:
 
     def ready(self, pool: PoolName) -> list[Worker]:
         """Return the workers of a pool that take requests."""
-        return [w for w in self._workers.values() if w.member.pool == pool and w.state == "READY"]
+        return [
+            w
+            for w in self._workers.values()
+            if w.member.pool == pool and w.state == "READY" and not w.is_leaving
+        ]
 
     def serving(self, pool: PoolName) -> list[Worker]:
         """Return the workers of a pool that have or take requests, draining ones included."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kv_cache.page_hash import page_hashes
 from observability.logs import ATTRIBUTE
@@ -25,6 +26,7 @@ from protos.contract import CONTRACT_VERSION
 from router import wire
 from router.config import RouterConfig
 from router.generation import Generation
+from router.health import INFERENCE_SERVICE
 from tests.router.scripted_worker import (
     EOS,
     LENGTH,
@@ -711,6 +713,28 @@ def test_a_worker_that_says_it_leaves_and_stays_gets_nothing_more() -> None:
                 assert (answer.error.details() or "").startswith("no decode worker for 10 s")
             await tested.add(ScriptedWorker("decode-0", incarnation=2))
             assert (await tested.generate()).token_ids() == tokens(0, 10)
+
+    run_virtual(main())
+
+
+def test_a_router_whose_only_worker_says_it_leaves_is_soon_not_ready() -> None:
+    async def main() -> None:
+        worker = ScriptedWorker("decode-0")
+
+        async def leave(session: Session, submit: Submit) -> None:
+            worker.heartbeat["draining"] = True
+            await _hand_over_saying_so(session, submit)
+
+        worker.serve = leave
+        async with running_router(worker, worker_wait_s=3.0) as tested:
+            health = health_pb2_grpc.HealthStub(tested.network.channel("router:1"))
+            asking = health_pb2.HealthCheckRequest(service=INFERENCE_SERVICE)
+            statuses = [(await health.Check(asking)).status]
+            await tested.generate()
+            statuses.append((await health.Check(asking)).status)
+
+        status = health_pb2.HealthCheckResponse
+        assert statuses == [status.SERVING, status.NOT_SERVING]
 
     run_virtual(main())
 
