@@ -20,8 +20,8 @@ computed only if the prefill worker lacks them, too, at the same cost for every 
 prefix that a decode worker already holds saves little more than the transfer, and load decides.
 Without prefill workers a decode worker computes all that it lacks, and overlap saves that work.
 
-A request that another decode worker has begun stays on the same type of device where that has room
-soon, whatever it costs: on another type, the next tokens might be other ones.
+A request that another decode worker has begun stays on the type of device that drew its tokens if
+a worker of it has room soon, however dear: on another type, the next tokens might be other ones.
 """
 
 import hashlib
@@ -30,7 +30,9 @@ from dataclasses import dataclass, field
 
 from router.expected_wait import EXPECTED_NEW_TOKENS, DecodeQueue, Demand, wait_to_hold_s
 
-SAME_DEVICE_WAIT_S = 5.0  # most that a request waits for its type of device; a fault costs as much
+# With a longer expected wait on all workers of its type, a request takes another type. A fault
+# pauses a stream about as long.
+SAME_DEVICE_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,14 +141,11 @@ class _Costs:
         return seconds, hashlib.blake2b(name, digest_size=8).digest()
 
     def alike(self, workers: Sequence[WorkerLoad]) -> list[WorkerLoad]:
-        """Return those with room soon, of the type of device that drew the request's tokens."""
-        return [
-            each
-            for each in workers
-            if self._query.device
-            and each.device == self._query.device
-            and self._hold_s(each) <= SAME_DEVICE_WAIT_S
-        ]
+        """Return those of the type of device that drew its tokens; none if none has room soon."""
+        device = self._query.device
+        same = [each for each in workers if device and each.device == device]
+        has_room = any(self._hold_s(each) <= SAME_DEVICE_WAIT_S for each in same)
+        return same if has_room else []
 
     def num_lacking(self, worker: WorkerLoad) -> int:
         """Return the tokens that a worker's cache lacks: at least one, the last."""

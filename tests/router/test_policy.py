@@ -120,6 +120,18 @@ def test_a_request_that_has_tokens_stays_on_the_type_of_device_that_drew_them(
     assert decision.decode_worker == expected, name
 
 
+@pytest.mark.parametrize("device", ["", "a"])
+def test_where_all_have_one_type_of_device_it_decides_nothing(device: str) -> None:
+    busy = load("d0", device="a", queue=pool(0, max_sequences=4, num_sequences=8))
+    overlaps = {"d0": 160_000 // PAGE}  # for which the other one would compute longer than it waits
+
+    decision = decide(
+        [busy, load("d1", device="a")], overlaps=overlaps, num_tokens=160_000, device=device
+    )
+
+    assert decision.decode_worker == "d0"
+
+
 def requests_until_b(prefix_len: int, receive_s_per_token: float, held_by_prefill: bool) -> int:
     """Return how many requests worker A, which holds a prefix, has before idle B is chosen."""
     num_pages = prefix_len // PAGE
