@@ -257,7 +257,6 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
                 await self._recover(error)
         else:
             self.num_steps_ahead += len(self._unsettled) > 1
-            self.num_steps_alone += plan.is_alone
         most = 0 if plan.is_alone else self._executor.engine.max_launched - 1
         await self._settle_down_to(most)
 
@@ -330,6 +329,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
     def _settle(self, plan: PlanT, result: StepResult) -> None:
         self._num_failed = 0
         self.num_steps += 1
+        self.num_steps_alone += plan.is_alone
         self.reads += result.reads
         for work in self._scheduler.end_undrawn(plan, result):
             logger.error("no_token_drawn", extra=fields(request_id=work.request_id))

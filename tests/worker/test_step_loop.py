@@ -255,6 +255,15 @@ def test_steps_that_are_to_run_alone_have_no_other_beside_them() -> None:
     assert (world.loop.num_steps, world.loop.num_steps_alone) == (3, 1)
 
 
+def test_a_step_alone_that_fails_does_not_count() -> None:
+    world = World(3, most=1, max_launched=2)
+    world.alone = world.bad = {"r1"}
+    run(world)
+
+    assert world.done == ["r0", "r2"]
+    assert (world.loop.num_steps, world.loop.num_steps_alone) == (2, 0)
+
+
 def test_cancelled_the_loop_waits_for_what_it_launched_and_nobody_hears_of_it() -> None:
     async def scenario() -> World:
         world = World(6, most=2, max_launched=2)
