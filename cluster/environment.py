@@ -4,7 +4,7 @@ placement.py adds CUDA_VISIBLE_DEVICES where workers share a GPU, and the path o
 """
 
 import os
-import shlex
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -85,7 +85,7 @@ def own_variables(variables: Mapping[str, str]) -> dict[str, Any]:
     """
     if not variables:
         return {}
-    if shlex.quote(sys.executable) != sys.executable:
+    if re.search(r"[^\w@%+=:,./-]", sys.executable):
         raise ConfigError(
             f"path of the Python interpreter: found {sys.executable!r}; allowed: one without "
             "spaces or other characters that a shell interprets, because Ray does not quote it"

@@ -54,8 +54,9 @@ def test_how_to_authenticate_at_a_ray_that_runs_already_is_left_to_its_owner(mon
 
 def test_an_interpreter_that_ray_could_not_start_is_refused(monkeypatch):
     variables = {"NCCL_DEBUG": "INFO"}
-    monkeypatch.setattr(sys, "executable", "/opt/venv/bin/python")
-    assert own_variables(variables) == {"runtime_env": {"env_vars": variables}}
+    for path in ("/opt/venv-3.11/bin/python", "/home/jürgen/bin/python3"):
+        monkeypatch.setattr(sys, "executable", path)
+        assert own_variables(variables) == {"runtime_env": {"env_vars": variables}}
 
     monkeypatch.setattr(sys, "executable", "/home/a b/.venv/bin/python")
     assert own_variables({}) == {}, "what its Ray inherited, Ray starts without a shell"
