@@ -1,7 +1,8 @@
 """Traces: the course of a request through each process, as spans of OpenTelemetry.
 
 `configure_tracing` is called once in each process, like `configure_logging`. If nothing is
-configured, OpenTelemetry is not imported, and every span is `NO_SPAN`, which does nothing.
+configured, OpenTelemetry is not imported, and every span is a `NoSpan`, which does nothing but keep
+its caller's context.
 
 The HTTP gateway, or without one the router, begins the trace of a request, or continues its
 caller's. The context of its spans travels with the request to the workers, as W3C Trace Context,
@@ -21,7 +22,13 @@ from typing import Any
 from observability.logs import fields
 from options.kept_by_name import kept_by_name
 from options.option import check_options, option
-from pagewire.protos.trace_context import MAX_TRACESTATE, NO_TRACE, TraceContext
+from pagewire.protos.trace_context import (
+    MAX_TRACESTATE,
+    NO_TRACE,
+    SAMPLED,
+    TraceContext,
+    context_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +38,6 @@ FLUSH_S = 2.0  # for the last spans of a process that stops
 MAX_QUEUED_SPANS = 8192  # spans beyond this many waiting ones are lost
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _MODULES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
-_IS_SAMPLED = 1  # bit of the flags
 # Fields of log lines with a name in the semantic conventions for HTTP and for generative AI.
 _STANDARD_NAMES = {
     "method": "http.request.method",
@@ -81,7 +87,8 @@ class NoSpan:
     """A span that is not traced.
 
     Attributes:
-        context: What the next process continues, to leave out what this one does.
+        context: What the next process is told: the caller's context if this process does not trace;
+            one with the flag *sampled* 0 if it leaves the request out.
     """
 
     is_traced = False
@@ -114,7 +121,7 @@ class Span(NoSpan):
     is_traced = True
 
     def __init__(self, span: Any) -> None:
-        super().__init__(_context_of(span))
+        super().__init__(context_of(span.get_span_context()))
         self._span = span
 
     def child(self, name: str, **values: object) -> NoSpan:
@@ -146,7 +153,7 @@ def begin_trace(name: str, caller: TraceContext, **values: object) -> NoSpan:
 
     Args:
         name: Name of the span.
-        caller: What is no W3C traceparent counts as none, and so does what is no tracestate.
+        caller: A malformed traceparent or tracestate counts as none.
     """
     if _tracer is None:
         return NoSpan(caller)
@@ -206,7 +213,8 @@ def trace_to(processor: Any, *, sample_ratio: float, service: str, instance: str
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
-    # Each failed batch would log two lines or more, and each wrong tracestate what callers sent.
+    # Otherwise each failed batch logs two lines or more, and each malformed tracestate is logged as
+    # its caller sent it.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     # By trace id, also below a caller's span: all processes then choose alike, and no caller can
     # make the cluster trace more than its configuration says.
@@ -264,15 +272,7 @@ def _begin(name: str, parent: Any, values: dict[str, object]) -> NoSpan:
     span = _tracer.start_span(
         name, context=parent, kind=SpanKind.SERVER, attributes=_attributes(values)
     )
-    return Span(span) if span.is_recording() else NoSpan(_context_of(span))
-
-
-def _context_of(span: Any) -> TraceContext:
-    own = span.get_span_context()
-    flags = own.trace_flags & _IS_SAMPLED
-    return TraceContext(
-        f"00-{own.trace_id:032x}-{own.span_id:016x}-{flags:02x}", own.trace_state.to_header()
-    )
+    return Span(span) if span.is_recording() else NoSpan(context_of(span.get_span_context()))
 
 
 def _parent(caller: TraceContext) -> Any:
@@ -294,7 +294,7 @@ def _parent(caller: TraceContext) -> Any:
         trace_id=int(found[1], 16),
         span_id=int(found[2], 16),
         is_remote=True,
-        trace_flags=TraceFlags(int(found[3], 16) & _IS_SAMPLED),
+        trace_flags=TraceFlags(int(found[3], 16) & SAMPLED),
         trace_state=TraceState.from_header([state]),
     )
     return set_span_in_context(NonRecordingSpan(span), Context()) if span.is_valid else Context()

@@ -3,7 +3,7 @@
 import sys
 from contextvars import ContextVar
 
-from pagewire.protos.trace_context import NO_TRACE, TraceContext
+from pagewire.protos.trace_context import NO_TRACE, TraceContext, context_of
 
 # The caller's own; empty: see `active_span`.
 caller_span: ContextVar[TraceContext] = ContextVar("caller_span", default=NO_TRACE)
@@ -18,9 +18,4 @@ def active_span() -> TraceContext:
     if api is None:  # a program with tracing would have imported it
         return NO_TRACE
     span = api.get_current_span().get_span_context()
-    if not span.is_valid:
-        return NO_TRACE
-    flags = int(span.trace_flags) & 0xFF
-    return TraceContext(
-        f"00-{span.trace_id:032x}-{span.span_id:016x}-{flags:02x}", span.trace_state.to_header()
-    )
+    return context_of(span) if span.is_valid else NO_TRACE

@@ -1,10 +1,11 @@
 """A span and its trace as they travel between processes, in the terms of W3C Trace Context."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+SAMPLED = 1  # the only flag that is passed on
 MAX_TRACEPARENT = 64  # characters; a valid one has 55
-MAX_TRACESTATE = 512  # characters, which W3C wants to be passed on
+MAX_TRACESTATE = 512  # characters; W3C asks everyone to pass on at least as many
 
 
 class TraceContext(NamedTuple):
@@ -17,11 +18,20 @@ class TraceContext(NamedTuple):
 NO_TRACE = TraceContext()
 
 
+def context_of(span_context: Any) -> TraceContext:
+    """Return what names a span of OpenTelemetry, of which this imports nothing."""
+    own = span_context
+    return TraceContext(
+        f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags & SAMPLED:02x}",
+        own.trace_state.to_header(),
+    )
+
+
 def trace_context(headers: Iterable[tuple[str, str]]) -> TraceContext:
     """Return the context among headers or metadata, with names in lower case.
 
-    As W3C says, of several traceparents none counts, and several tracestates are one list. One that
-    is too long counts as none.
+    As W3C says, of several traceparents none counts, and several tracestates are one list. A
+    traceparent or a list that is too long counts as none.
     """
     found = [each for each in headers if each[0] in TraceContext._fields]
     parents = [value for name, value in found if name == "traceparent"]
