@@ -298,7 +298,7 @@ class Endpoint:
 
 
 def _caller(scope: Scope) -> TraceContext:
-    """Return the caller's trace context; a router checks whether it is valid."""
+    """Return the caller's trace context; whoever reads it checks whether it is valid."""
     headers = scope["headers"]
     return trace_context((key.decode("latin-1"), value.decode("latin-1")) for key, value in headers)
 

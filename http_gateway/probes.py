@@ -55,6 +55,6 @@ class Probes:
         else:
             self._operator = asking if status.tenants else b""
         headers = (("content-type", CONTENT_TYPE),)
-        # In a thread: of many workers and tenants it takes longer than a token may wait.
+        # In a thread: with many workers and tenants, writing it takes longer than a token may wait.
         text = await asyncio.to_thread(lambda: exchange.metrics.expose() + expose_cluster(status))
         await exchange.answer(200, text, headers)

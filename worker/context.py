@@ -41,7 +41,7 @@ class WorkerContext(Generic[Config_co]):
         grammars: The model's grammars, for answers with a constraint.
         wake: Set it to have the scheduler look again.
         is_draining: The worker takes nothing new.
-        is_failing: It also cannot go on.
+        is_failing: The worker cannot go on; is_draining is set, too.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ class WorkerIdentity:
     incarnation: int  # random 64-bit number, new at each start of the process
     address: str  # gRPC address, "host:port"
     contract_version: int = CONTRACT_VERSION
-    device: str = ""  # type of the one that computes; unknown of another worker
+    device: str = ""  # type of the device that computes; empty for other workers
 
     def as_party(self, role: Role) -> Party:
         """Return the party that it is as caller and as callee."""

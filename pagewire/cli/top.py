@@ -35,8 +35,8 @@ def top_lines(
     Args:
         rates: None: not known yet.
         columns: Longest line. The table loses its last columns, other lines their ends.
-        lines: Most lines; None: any number. What does not answer gets up to half of those below the
-            cluster's, and more if the workers leave them; both parts count what does not fit.
+        lines: Most lines; None: any number. Below the cluster's lines, the list of what does not
+            answer gets up to half, or more if the workers need less; both count what does not fit.
     """
     if status.is_partial:
         own = f"requests: {status.active_requests} active"
@@ -46,7 +46,9 @@ def top_lines(
     table, told = _table(workers, rates, columns), silences(status)
     if lines is not None:
         room = max(lines - len(head), 0)
-        told = _at_most(max(room // 2, room - len(table)), told, "without requests or an answer")
+        told = _at_most(
+            max(room // 2, room - len(table)), told, "that get no requests or do not answer"
+        )
         table = [table[0], *_at_most(room - len(told) - 1, table[1:], "workers")]
     shown = [*head, *table, *told][:lines]
     return [line[:columns].rstrip() for line in shown]

@@ -114,7 +114,7 @@ def test_a_full_window_shows_what_does_not_answer():
     assert workers == "and 28 more workers"
     assert controller.startswith("the controller does")
     assert (one[:9], another[:9]) == ("decode-00", "decode-01")
-    assert more == "and 28 more without requests or an answer"
+    assert more == "and 28 more that get no requests or do not answer"
     for lines in range(70):
         assert len(top_lines(dead, None, columns=80, lines=lines)) == min(lines, 4 + 31 + 31)
 
