@@ -1,5 +1,6 @@
 """Measures what metrics and traces cost a worker in a step and a router in a token.
 
+    python -m benchmarks.relay --cases 256x20000 --out benchmarks/results/relay-beside-cost-cpu.json
     python -m benchmarks.observability_cost --out benchmarks/results/observability-cost-cpu.json
     python -m benchmarks.observability_cost --scrape --out benchmarks/results/scrape-cost-cpu.json
 
@@ -7,7 +8,7 @@ Each case runs the calls that exist only for metrics or traces, as a process mak
 the CPU time of all threads; for traces, it includes making the bytes that would be sent. What a
 plan counts of shared prefixes, once for many steps, is left out. Shares refer to figures of the
 same result folder: a step of decode in the engine alone, and the router's CPU for a token of 256
-streams. A scrape's share is that of one core, if one comes every 15 s. `loop` is the work of the
+streams, measured by the relay on the same host. A scrape's share is that of one core, if one comes every 15 s. `loop` is the work of the
 router's event loop, without its prefix index; `text` is that of another thread.
 """
 
@@ -192,7 +193,7 @@ def measure(number: int, repeats: int) -> list[dict[str, Any]]:
     """Return a row for each case."""
     steps = {row["case"]: row["ms"] for row in _cases("engine-step-llama-3-8b-h200.json")}
     relay = max(
-        (row for row in _cases("relay-cpu.json") if row["streams"] == 256),
+        (row for row in _cases("relay-beside-cost-cpu.json") if row["streams"] == 256),
         key=lambda row: row["offered_tokens_per_s"],
     )
     token_us = relay["us_per_token"]["router"]
