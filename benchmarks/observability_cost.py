@@ -8,8 +8,9 @@ Each case runs the calls that exist only for metrics or traces, as a process mak
 the CPU time of all threads; for traces, it includes making the bytes that would be sent. What a
 plan counts of shared prefixes, once for many steps, is left out. Shares refer to figures of the
 same result folder: a step of decode in the engine alone, and the router's CPU for a token of 256
-streams, measured by the relay on the same host. A scrape's share is that of one core, if one comes every 15 s. `loop` is the work of the
-router's event loop, without its prefix index; `text` is that of another thread.
+streams, measured by the relay on the same host. A scrape's share is that of one core, if one comes
+every 15 s. `loop` is the work of the router's event loop, without its prefix index; `text` is that
+of another thread.
 """
 
 import argparse
