@@ -114,9 +114,8 @@ class Worker:
 
     def note_progress(self, beat: WorkerHeartbeat, now: float) -> None:
         """Note how long it has made no step; that it was reached anew is no progress."""
-        has_work = (
-            beat.num_running or beat.is_stepping
-        )  # a step of prompts alone has nothing running
+        # While a decode worker computes only prompts, nothing runs there.
+        has_work = beat.num_running or beat.is_stepping
         if beat.steps != self._num_steps or not has_work:
             self._num_steps, self._stepped_at = beat.steps, now
         self.stalled_s = now - self._stepped_at

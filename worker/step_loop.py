@@ -174,7 +174,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
     ) -> None:
         self.num_steps = 0  # that succeeded
         self.num_steps_ahead = 0  # launched while an older one was not settled
-        self.num_steps_alone = 0  # launched with no other, because a request's pass had failed
+        self.num_steps_alone = 0  # of num_steps, beside no other, as a request's pass had failed
         self.reads = NO_READS  # of attention, in steps that succeeded
         self._scheduler = scheduler
         self._listener = listener

@@ -18,12 +18,15 @@ class TraceContext(NamedTuple):
 NO_TRACE = TraceContext()
 
 
-def context_of(span_context: Any) -> TraceContext:
-    """Return what names a span of OpenTelemetry, of which this imports nothing."""
-    own = span_context
+def context_of(span: Any) -> TraceContext:
+    """Return what names a span to another process.
+
+    Args:
+        span: A SpanContext of OpenTelemetry, of which this module imports nothing.
+    """
     return TraceContext(
-        f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags & SAMPLED:02x}",
-        own.trace_state.to_header(),
+        f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags & SAMPLED:02x}",
+        span.trace_state.to_header(),
     )
 
 
