@@ -20,7 +20,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from llm_engine.device_errors import is_device_lost
@@ -144,6 +144,14 @@ class StepListener(Protocol[PlanT_contra, WorkT_contra, ProgressT_contra]):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A step that has been launched and has not ended."""
+
+    at: float  # loop time, seconds
+    is_ahead: bool  # an older one was not settled
+
+
 # Yields a pass that serves no request, and keeps it valid; None: there is no page for it.
 MakeProbe = Callable[[], AbstractContextManager[SequenceSlice | None]]
 
@@ -173,7 +181,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         max_failed_passes: int,
     ) -> None:
         self.num_steps = 0  # that succeeded
-        self.num_steps_ahead = 0  # launched while an older one was not settled
+        self.num_steps_ahead = 0  # of num_steps, launched while an older one was not settled
         self.num_steps_alone = 0  # of num_steps, beside no other, as a request's pass had failed
         self.reads = NO_READS  # of attention, in steps that succeeded
         self._scheduler = scheduler
@@ -186,14 +194,14 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         self._max_failed_passes = max_failed_passes
         self._num_failed = 0  # passes since the last that succeeded
         self._unsettled: deque[PlanT] = deque()  # oldest first
-        self._launched_at: deque[float] = deque()  # of them, the oldest
+        self._launched: deque[_Launch] = deque()  # of them, the oldest
         self._read_at = 0.0  # when the last step ended, or the loop began
         self._has_unrecorded = True  # passes, as far as is known
 
     @property
     def is_stepping(self) -> bool:
         """Whether a step has been launched that has not ended."""
-        return bool(self._launched_at)
+        return bool(self._launched)
 
     async def run(self) -> None:
         """Step until cancelled; launched steps then end, and their results are dropped.
@@ -250,13 +258,14 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
             await self._settle_down_to(0)
         self._unsettled.append(plan)
         try:
-            await self._launch(plan.engine_step(self._eos_token_ids, is_again=False))
+            await self._launch(
+                plan.engine_step(self._eos_token_ids, is_again=False),
+                is_ahead=len(self._unsettled) > 1,
+            )
         except Exception as error:
             await self._settle_down_to(1)
             if self._unsettled:  # else an older plan failed too, and this one was computed again
                 await self._recover(error)
-        else:
-            self.num_steps_ahead += len(self._unsettled) > 1
         most = 0 if plan.is_alone else self._executor.engine.max_launched - 1
         await self._settle_down_to(most)
 
@@ -265,20 +274,22 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
             await self._settle_oldest()
 
     async def _settle_oldest(self) -> None:
+        was_ahead = self._launched[0].is_ahead
         try:
             result = await self._read()
         except Exception as error:
             await self._recover(error)
         else:
+            self.num_steps_ahead += was_ahead
             self._settle(self._unsettled.popleft(), result)
 
-    async def _launch(self, step: EngineStep) -> None:
+    async def _launch(self, step: EngineStep, *, is_ahead: bool = False) -> None:
         # At once: a cancelled launch has happened all the same.
-        self._launched_at.append(asyncio.get_running_loop().time())
+        self._launched.append(_Launch(asyncio.get_running_loop().time(), is_ahead))
         try:
             await self._executor.launch(step)
         except Exception:
-            self._launched_at.pop()
+            self._launched.pop()
             raise
 
     async def _read(self) -> StepResult:
@@ -287,13 +298,13 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         finally:
             # Also when cancelled: its executor has waited for the end. A step that was launched
             # behind another one begins when that one ends.
-            began_at = max(self._launched_at.popleft(), self._read_at)
+            began_at = max(self._launched.popleft().at, self._read_at)
             self._read_at = asyncio.get_running_loop().time()
         return replace(result, seconds=self._read_at - began_at)
 
     async def _drop_launched(self) -> None:
         """Wait until no step writes any more: only then may pages be handed out again."""
-        while self._launched_at:
+        while self._launched:
             with contextlib.suppress(Exception):
                 await self._read()
 

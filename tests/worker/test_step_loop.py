@@ -216,6 +216,15 @@ def test_while_a_step_runs_the_next_one_is_launched() -> None:
     assert (world.loop.num_steps, world.loop.num_steps_ahead) == (3, 2)
 
 
+def test_steps_that_fail_or_are_dropped_do_not_count_as_ahead() -> None:
+    world = World(6, most=2, max_launched=2)
+    world.bad = {"r2"}
+    run(world)
+
+    assert world.num_ahead == 2, "the step that failed, and the one that was dropped behind it"
+    assert (world.loop.num_steps, world.loop.num_steps_ahead) == (3, 0)
+
+
 @pytest.mark.parametrize("where", ["launch", "step"])
 @pytest.mark.parametrize("index", range(6))
 def test_what_was_launched_behind_a_step_that_fails_is_computed_again_after_it(
