@@ -9,7 +9,7 @@ tokens.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -41,16 +41,8 @@ def packed_page_hashes(
     packed: bytes, page_size: int, *, fingerprint: str, salt: bytes = b"", key: bytes = b""
 ) -> list[bytes]:
     """Return the same for packed token ids, little-endian uint32."""
-    hashes = []
-    empty = _empty_page(key)
-    parent = root_hash(fingerprint, salt, key)
-    for page_tokens in _split_packed(packed, page_size):
-        state = empty.copy()
-        state.update(parent)
-        state.update(page_tokens)
-        parent = state.digest()
-        hashes.append(parent)
-    return hashes
+    root = root_hash(fingerprint, salt, key)
+    return chained_hashes(root, _split_packed(packed, page_size), key)
 
 
 def split_pages(token_ids: Sequence[int], page_size: int) -> list[bytes]:
@@ -67,12 +59,17 @@ def root_hash(fingerprint: str, salt: bytes, key: bytes) -> bytes:
     return blake2b(material, digest_size=HASH_BYTES, key=key, person=b"pagewire root").digest()
 
 
-def child_hash(parent: bytes, page_tokens: bytes, key: bytes) -> bytes:
-    """Return the hash of the page with these packed tokens below `parent`."""
-    state = _empty_page(key).copy()
-    state.update(parent)
-    state.update(page_tokens)
-    return state.digest()
+def chained_hashes(parent: bytes, page_tokens: Iterable[bytes], key: bytes) -> list[bytes]:
+    """Return the hashes of pages with these packed tokens, the first below `parent`."""
+    hashes = []
+    empty = _empty_page(key)
+    for tokens in page_tokens:
+        state = empty.copy()
+        state.update(parent)
+        state.update(tokens)
+        parent = state.digest()
+        hashes.append(parent)
+    return hashes
 
 
 @lru_cache(maxsize=16)

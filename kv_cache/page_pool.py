@@ -140,12 +140,16 @@ class PagePool:
         if num_pages > len(self._free):
             raise OutOfPages(num_pages, len(self._free))
         page_ids = [self._free.pop() for _ in range(num_pages)]
+        transfer = PageState.INCOMING if incoming else None
+        state = transfer or PageState.LIVE
         for page_id in page_ids:
             self._generations[page_id] += 1
             self._references[page_id] = 1
             self._owners[page_id] = owner
-            self._transfer[page_id] = PageState.INCOMING if incoming else None
-            self._settle(page_id)
+            self._transfer[page_id] = transfer
+            self._states[page_id] = state  # what _settle does, of a FREE page
+        self._counts[PageState.FREE] -= num_pages
+        self._counts[state] += num_pages
         if page_ids:
             self._held[owner] = self.num_held(owner) + len(page_ids)
         return page_ids
@@ -199,10 +203,11 @@ class PagePool:
             self._leases[page_id] -= 1
             self._settle(page_id)
 
-    def enter_tree(self, page_id: int) -> None:
-        """Note that the radix tree holds the page, which its owner still references."""
-        self._require([page_id], {PageState.LIVE, PageState.INCOMING})
-        self._is_in_tree[page_id] = True
+    def enter_tree(self, page_ids: Sequence[int]) -> None:
+        """Note that the radix tree holds the pages, which their owner still references."""
+        self._require(page_ids, {PageState.LIVE, PageState.INCOMING})
+        for page_id in page_ids:
+            self._is_in_tree[page_id] = True
 
     def leave_tree(self, page_id: int) -> None:
         """Note that the radix tree no longer holds the page."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from kv_cache.errors import OutOfPages, SequenceEnded
 from kv_cache.event_log import CacheEvent, Removed, Stored
 from kv_cache.layout import num_pages_for
-from kv_cache.page_hash import child_hash, root_hash, split_pages
+from kv_cache.page_hash import chained_hashes, root_hash, split_pages
 from kv_cache.page_pool import PagePool, PageState, Quarantined
 from kv_cache.radix_tree import RadixTree, TreePage
 
@@ -161,11 +161,10 @@ class PrefixCache:
             salt=salt,
             num_tree_pages=len(shared),
         )
-        for tokens in match.page_tokens[len(shared) :]:
-            # A full last page may have a twin in the tree, beyond what match may find.
-            if self.tree.child(self._last_tree_page(seq), tokens, salt) is not None:
-                break
-            self._enter_next(seq, tokens, is_ready=False)
+        new = match.page_tokens[len(shared) :]
+        # A full last page may have a twin in the tree, beyond what match may find.
+        if new and self.tree.child(self._last_tree_page(seq), new[0], salt) is None:
+            self._enter_next(seq, new, is_ready=False)
         return seq
 
     def hold_twin(self, seq: SequencePages, token_ids: Sequence[int]) -> bool:
@@ -192,9 +191,9 @@ class PrefixCache:
         """Declare the first `num_pages` pages final; fewer than before is a no-op."""
         self._check_open(seq)
         assert num_pages <= len(seq.page_ids), "more pages than the sequence has"
-        for page_id in seq.page_ids[seq.num_committed_pages : num_pages]:
-            if self.pool.state(page_id) is PageState.INCOMING:
-                self.pool.accept([page_id])
+        final = seq.page_ids[seq.num_committed_pages : num_pages]
+        self.pool.accept([each for each in final if self.pool.state(each) is PageState.INCOMING])
+        for page_id in final:
             page = self.tree.lookup(page_id)
             if page is not None and not page.is_ready:
                 page.is_ready = True
@@ -231,7 +230,7 @@ class PrefixCache:
                 seq.num_tree_pages += 1
                 self.pool.dereference([own])
             elif twin is None and not self._is_shared(own):
-                self._enter_next(seq, tokens, is_ready=True)
+                self._enter_next(seq, [tokens], is_ready=True)
             else:
                 break
         self._touch(seq)
@@ -380,26 +379,33 @@ class PrefixCache:
             self._events.append(Removed(page.page_hash))
         return len(evicted)
 
-    def _enter_next(self, seq: SequencePages, tokens: bytes, *, is_ready: bool) -> None:
-        """Enter the sequence's first private page into the tree."""
+    def _enter_next(
+        self, seq: SequencePages, page_tokens: Sequence[bytes], *, is_ready: bool
+    ) -> None:
+        """Enter the sequence's first private pages into the tree; it has none equal to the first.
+
+        All at once: one by one, 512 pages of a new prompt take several times as long.
+        """
         parent = self._last_tree_page(seq)
-        page_id = seq.page_ids[seq.num_tree_pages]
+        first, end = seq.num_tree_pages, seq.num_tree_pages + len(page_tokens)
+        page_ids = seq.page_ids[first:end]
         if parent is None:
             parent_hash = root_hash(self._fingerprint, seq.salt, self._hash_key)
         else:
             parent_hash = parent.page_hash
-        page = self.tree.insert(
+        page_hashes = chained_hashes(parent_hash, page_tokens, self._hash_key)
+        self.tree.insert(
             parent,
-            page_id=page_id,
-            tokens=tokens,
-            page_hash=child_hash(parent_hash, tokens, self._hash_key),
+            page_ids=page_ids,
+            page_tokens=page_tokens,
+            page_hashes=page_hashes,
             is_ready=is_ready,
             salt=seq.salt,
         )
-        self.pool.enter_tree(page_id)
-        seq.num_tree_pages += 1
+        self.pool.enter_tree(page_ids)
+        seq.num_tree_pages = end
         if is_ready:
-            self._events.append(Stored(page.page_hash))
+            self._events += map(Stored, page_hashes)
 
     def _withdraw_pending(self, seq: SequencePages) -> None:
         """Take the sequence's own uncommitted pages out of the tree, last first."""

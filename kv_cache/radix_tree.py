@@ -114,30 +114,37 @@ class RadixTree:
         self,
         parent: TreePage | None,
         *,
-        page_id: int,
-        tokens: bytes,
-        page_hash: bytes,
+        page_ids: Sequence[int],
+        page_tokens: Sequence[bytes],
+        page_hashes: Sequence[bytes],
         is_ready: bool,
         salt: bytes = b"",
-    ) -> TreePage:
-        """Enter a page directly below `parent` (None: at the front); no equal page is there."""
-        assert page_id not in self._pages, f"page {page_id} is in the tree already"
-        assert self.child(parent, tokens, salt) is None, "the tree has an equal page"
+    ) -> list[TreePage]:
+        """Enter one or more pages, each directly below the one before.
+
+        The first comes directly below `parent` (None: at the front), where no page may equal it.
+        """
+        assert self._pages.keys().isdisjoint(page_ids), "a page is in the tree already"
+        assert self.child(parent, page_tokens[0], salt) is None, "the tree has an equal page"
         depth = 0 if parent is None else parent.depth + 1
         node = self._salt_node(salt) if parent is None else self._split_after(parent)
         if not node.run or node.children:
-            node = self._new_node(node, tokens, depth, node.salt)
-        page = TreePage(
-            page_id=page_id,
-            tokens=tokens,
-            page_hash=page_hash,
-            depth=depth,
-            is_ready=is_ready,
-            node=node,
-        )
-        node.run.append(page)
-        self._pages[page_id] = page
-        return page
+            node = self._new_node(node, page_tokens[0], depth, node.salt)
+        contents = zip(page_ids, page_tokens, page_hashes, strict=True)
+        pages = [
+            TreePage(
+                page_id=page_id,
+                tokens=tokens,
+                page_hash=page_hash,
+                depth=page_depth,
+                is_ready=is_ready,
+                node=node,
+            )
+            for page_depth, (page_id, tokens, page_hash) in enumerate(contents, depth)
+        ]
+        node.run += pages
+        self._pages.update(zip(page_ids, pages, strict=True))
+        return pages
 
     def remove(self, page: TreePage) -> RadixNode:
         """Take out a page that has none below it; return the node in which its path ends now."""

@@ -20,7 +20,7 @@ def test_a_page_passes_through_all_states() -> None:
     assert pool.state(0) is PageState.INCOMING
     pool.accept([0])
     assert pool.state(0) is PageState.LIVE
-    pool.enter_tree(0)
+    pool.enter_tree([0])
     pool.lease([0])
     assert pool.state(0) is PageState.LIVE
     pool.dereference([0])
@@ -44,7 +44,7 @@ def test_states_partition_the_pool() -> None:
     pool.allocate(1)
     pool.allocate(1, incoming=True)
     pool.quarantine(pool.allocate(3, incoming=True))
-    pool.enter_tree(cached[0])
+    pool.enter_tree(cached[:1])
     pool.lease(leased)
     pool.dereference(cached + leased)
 
@@ -151,7 +151,7 @@ def test_a_quarantine_ends_once_and_only_for_the_owner_that_it_was_for() -> None
 def test_pages_of_a_tree_are_not_quarantined() -> None:
     pool = PagePool(1)
     pool.allocate(1, incoming=True)
-    pool.enter_tree(0)
+    pool.enter_tree([0])
     with pytest.raises(PageStateError, match="still in the tree"):
         pool.quarantine([0])
 

@@ -410,7 +410,9 @@ def test_tenants_share_nothing() -> None:
 
 
 def test_a_hash_collision_shares_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "child_hash", lambda parent, tokens, key: b"collision")
+    monkeypatch.setattr(
+        module, "chained_hashes", lambda parent, new, key: [b"collision"] * len(new)
+    )
     cache = build_cache()
     serve(cache, [1] * 8)
     assert cache.match([2] * 9).num_ready_pages == 0

@@ -164,9 +164,9 @@ def failed_reserve_evicts(
 
 @instead_of(PrefixCache, "_enter_next")
 def pending_pages_count_as_ready(
-    right: Right, self: PrefixCache, seq: SequencePages, tokens: bytes, *, is_ready: bool
+    right: Right, self: PrefixCache, seq: SequencePages, new: Sequence[bytes], *, is_ready: bool
 ) -> None:
-    right(self, seq, tokens, is_ready=True)
+    right(self, seq, new, is_ready=True)
 
 
 def commit_leaves_pages_incoming(patch: pytest.MonkeyPatch) -> None:

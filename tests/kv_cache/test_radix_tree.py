@@ -14,16 +14,16 @@ def enter(tree: RadixTree, tokens: list[bytes], salt: bytes = b"", first_id: int
     """Enter what the tree lacks of a prefix; returns the page ids of the whole prefix."""
     path = tree.match(tokens, salt)
     parent = path[-1] if path else None
-    for index in range(len(path), len(tokens)):
-        parent = tree.insert(
+    new = range(len(path), len(tokens))
+    if new:
+        path += tree.insert(
             parent,
-            page_id=first_id + index,
-            tokens=tokens[index],
-            page_hash=b"",  # all equal: the tree must not rely on hashes
+            page_ids=[first_id + index for index in new],
+            page_tokens=tokens[len(path) :],
+            page_hashes=[b"" for _ in new],  # all equal: the tree must not rely on hashes
             is_ready=True,
             salt=salt,
         )
-        path.append(parent)
     for page in path:
         tree.offer(page.page_id)
     return [page.page_id for page in path]
@@ -131,11 +131,11 @@ def test_prefixes_ten_thousand_nodes_deep_need_no_recursion() -> None:
     parent = None
     for level in range(depth):
         for branch, tokens in enumerate((b"side", b"main")):
-            page = tree.insert(
+            (page,) = tree.insert(
                 parent,
-                page_id=2 * level + branch,
-                tokens=tokens,
-                page_hash=b"",
+                page_ids=[2 * level + branch],
+                page_tokens=[tokens],
+                page_hashes=[b""],
                 is_ready=True,
             )
         parent = page
