@@ -5,9 +5,10 @@
 `ms` is a step of an engine that launches each step before it reads the previous one;
 `one_by_one_ms` is a step if each is read before the next is launched. Cases are
 decode/BATCH@CONTEXT, and shared/BATCH,SHARED,OWN tokens; prefill/TOKENS@CONTEXT is a pass of that
-many prompt tokens after a context in the pages, and beside/BATCH@CONTEXT,TOKENS@CONTEXT a step of
-both. Pages hold random values, and draws are greedy. Cases that need more pages than fit on the
-device are listed as not run.
+many prompt tokens after a context in the pages, prefill/NxTOKENS@CONTEXT one of N such prompts, and
+beside/BATCH@CONTEXT,TOKENS@CONTEXT a step of sequences that decode and a prompt. Pages hold random
+values, and draws are greedy. Cases that need more pages than fit on the device are listed as not
+run.
 """
 
 import argparse
@@ -76,22 +77,34 @@ CASES = (
 )
 
 
-# Tokens and those before them
+class Prompts(NamedTuple):
+    """Prompts of which a pass computes the last tokens."""
+
+    tokens: int
+    context: int  # tokens before these
+    number: int = 1  # of prompts
+
+    @property
+    def name(self) -> str:
+        each = f"{self.tokens}@{self.context}"
+        return f"prefill/{self.number}x{each}" if self.number > 1 else f"prefill/{each}"
+
+    def num_pages(self, page_size: int) -> int:
+        """Return the pages of all prompts."""
+        return self.number * num_pages_for(self.context + self.tokens, page_size)
+
+
 PROMPTS = (
-    *((1, context) for context in (1023, 8191, 32_767)),
-    *((tokens, 0) for tokens in (16, 64, 128, 256, 384, 512, 640, 768, 1024, 2048)),
-    (256, 8192),
-    (2048, 30_720),
+    *(Prompts(1, context) for context in (1023, 8191, 32_767)),
+    *(Prompts(1, 1023, count) for count in (8, 32)),  # cached prompts that come at once
+    *(Prompts(tokens, 0) for tokens in (16, 64, 128, 256, 384, 512, 640, 768, 1024, 2048)),
+    Prompts(256, 8192),
+    Prompts(2048, 30_720),
 )
 
 # Sequences of 1,024 tokens that decode, and prompt tokens after 1,024 others
 BESIDE = ((16, 1), (16, 64), (16, 256), (64, 4), (64, 64), (64, 256), (64, 512), (256, 16))
 BESIDE_CONTEXT = 1024
-
-
-def prompt_name(tokens: int, context: int) -> str:
-    """Name the case of `tokens` after `context` others."""
-    return f"prefill/{tokens}@{context}"
 
 
 def beside_name(batch: int, tokens: int) -> str:
@@ -206,17 +219,17 @@ def timed(
     }
 
 
-def run_prompt(
-    engine: Engine, tokens: int, context: int, repetitions: int, *, measure: Measure
+def run_prompts(
+    engine: Engine, prompts: Prompts, repetitions: int, *, measure: Measure
 ) -> dict[str, Any]:
-    """Measure passes over the end of one prompt, each of which draws a token."""
-    step = EngineStep(slices=(end_of_prompt(engine, tokens, context),))
-    return measure(engine, partial(engine.launch, step), prompt_name(tokens, context), repetitions)
+    """Measure passes over the ends of prompts, after each of which a token is drawn."""
+    step = EngineStep(slices=ends_of_prompts(engine, prompts))
+    return measure(engine, partial(engine.launch, step), prompts.name, repetitions)
 
 
 def run_beside(engine: Engine, batch: int, tokens: int, repetitions: int) -> dict[str, Any]:
     """Time steps that decode, and compute the end of a prompt."""
-    end = end_of_prompt(engine, tokens, BESIDE_CONTEXT)
+    (end,) = ends_of_prompts(engine, Prompts(tokens, BESIDE_CONTEXT))
     case = Case(batch=batch, shared=0, own=BESIDE_CONTEXT)
     steps = Steps(engine, case, first_page=len(end.page_ids), slices=(end,))
     result = timed(engine, steps.launch, beside_name(batch, tokens), repetitions)
@@ -224,18 +237,22 @@ def run_beside(engine: Engine, batch: int, tokens: int, repetitions: int) -> dic
     return result
 
 
-def end_of_prompt(engine: Engine, tokens: int, context: int) -> SequenceSlice:
-    """Return the last tokens of a prompt, after which one is drawn."""
-    draw = Draw(
-        params=GREEDY, seed=0, position=context + tokens, prompt_token_ids=[], output_token_ids=[]
-    )
-    page_ids = range(num_pages_for(context + tokens, engine.layout.page_size))
-    return SequenceSlice(
-        token_ids=[index % 1000 for index in range(tokens)],
-        start=context,
-        page_ids=[page_id * 4099 % engine.storage.num_pages for page_id in page_ids],
-        num_prompt_tokens=context + tokens,
-        draws=(draw,),
+def ends_of_prompts(engine: Engine, prompts: Prompts) -> tuple[SequenceSlice, ...]:
+    """Return the last tokens of prompts, which share no page; a token is drawn after each."""
+    length = prompts.context + prompts.tokens
+    each = num_pages_for(length, engine.layout.page_size)
+    num_pages = engine.storage.num_pages
+    assert each * prompts.number <= num_pages, "the pool is too small for the case"
+    draw = Draw(params=GREEDY, seed=0, position=length, prompt_token_ids=[], output_token_ids=[])
+    return tuple(
+        SequenceSlice(
+            token_ids=[index % 1000 for index in range(prompts.tokens)],
+            start=prompts.context,
+            page_ids=[page_id * 4099 % num_pages for page_id in range(first, first + each)],
+            num_prompt_tokens=length,
+            draws=(draw,),
+        )
+        for first in range(0, each * prompts.number, each)
     )
 
 
@@ -245,10 +262,9 @@ def runs_of(engine: Engine, *, measure: Measure) -> Iterator[Run]:
     for case in CASES:
         run = partial(run_case, engine, case, measure=measure)
         yield Run(case.name, case.num_pages(page_size), run)
-    for tokens, context in PROMPTS:
-        num_pages = num_pages_for(context + tokens, page_size)
-        run = partial(run_prompt, engine, tokens, context, measure=measure)
-        yield Run(prompt_name(tokens, context), num_pages, run)
+    for prompts in PROMPTS:
+        run = partial(run_prompts, engine, prompts, measure=measure)
+        yield Run(prompts.name, prompts.num_pages(page_size), run)
 
 
 def timed_runs(engine: Engine) -> Iterator[Run]:
