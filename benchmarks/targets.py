@@ -20,6 +20,7 @@ FIRST_TOKENS_FILE = "first-tokens-h100-x2.json"  # newer; both GPUs compute equa
 STARTS_FILE = "ready-h100-x2.json"
 KILLS_FILE = "kills-nccl-h100-x2.json"
 MEMORY_FILE = "kills-nccl-memory-h100-x2.json"
+IPC_KILLS_FILE = "kills-ipc-h200-x2.json"  # pages on the way that GPUs of one host choose
 TRANSFERS_FILE = "transfers-h200-x2.json"
 HIDDEN_TOKENS = (8192, 16_384, 32_768)  # from four passes of a prefill worker on
 
@@ -93,8 +94,10 @@ def other_outcomes() -> Iterator[Outcome]:
         unit="%",
         file=TRANSFERS_FILE,
     )
-    yield from _kills(KILLS_FILE)
-    yield _kept_memory(MEMORY_FILE)
+    yield from _kills(IPC_KILLS_FILE, "CUDA IPC")
+    yield _kept_memory(IPC_KILLS_FILE, "CUDA IPC")
+    yield from _kills(KILLS_FILE, "NCCL")
+    yield _kept_memory(MEMORY_FILE, "NCCL")
     yield from _relay("relay-cpu.json")
 
 
@@ -164,7 +167,7 @@ def _outcomes(file: str, figures: Iterable[Figure]) -> Iterator[Outcome]:
         )
 
 
-def _kills(file: str) -> Iterator[Outcome]:
+def _kills(file: str, transport: str) -> Iterator[Outcome]:
     rows = _rows_of_kills(file)
     rounds = [each for row in rows.values() for each in row["rounds"]]
     quiet = [each["quiet_ms"] / 1000 for each in rounds if each["quiet_ms"] is not None]
@@ -175,11 +178,11 @@ def _kills(file: str) -> Iterator[Outcome]:
         ("pages move again after the new worker's start, longest", 3, max(usable), "s"),
         ("lost requests and wrong tokens", 0, lost, ""),
     ):
-        what = f"{len(rounds)} kills over NCCL: {what}"
+        what = f"{len(rounds)} kills over {transport}: {what}"
         yield Outcome(what=what, target=target, found=found, unit=unit, file=file)
 
 
-def _kept_memory(file: str) -> Outcome:
+def _kept_memory(file: str, transport: str) -> Outcome:
     # Once in each cluster, mostly at its first kill, the survivor keeps what it needs for any
     # connection; the median leaves out the one of these that comes later.
     grew = [
@@ -188,7 +191,7 @@ def _kept_memory(file: str) -> Outcome:
         for each in survivor_growth_mib(case, row)[1:]
     ]
     return Outcome(
-        what=f"{len(grew)} kills over NCCL: the survivor's GPU memory grows by, median",
+        what=f"{len(grew)} kills over {transport}: the survivor's GPU memory grows by, median",
         target=0,
         found=median(grew),
         unit="MiB",
