@@ -48,7 +48,8 @@ REPLAY_RESULTS = {
     for limit_ms in (30, 45, 0)
 }
 PARTS_RESULT = "first-token-parts-h100-x2.json"
-MIX_RESULTS = (PARTS_RESULT, "first-token-parts-h100.json")
+# Both of one host
+MIX_RESULTS = ("first-token-parts-earlier-h100-x2.json", "first-token-parts-h100.json")
 MOVES_RESULT = "served-moves-h200-x2.json"
 POOL_ARMS = ("disaggregated", "aggregated")
 # Columns of a table: heading |-> file and arm
@@ -547,7 +548,10 @@ def main() -> None:
 @cache
 def _hardware_in_short(file: str) -> str:
     content = json.loads((RESULTS / file).read_text(encoding="utf-8"))
-    return in_short(content["hardware"])
+    found = content["hardware"]
+    if content["command"].startswith("python -m benchmarks.relay "):  # which uses no GPU
+        found = {"cores": found["cores"]}
+    return in_short(found)
 
 
 def _ms(value: float) -> str:
