@@ -12,6 +12,7 @@ from cli.flags import add_command, flag_parameter
 from cli.stop_signals import StopSignals
 from cluster.certificates import check_clients
 from cluster.config import ClusterConfig
+from cluster.deployment import secret_of
 from cluster.devices import check_port_free
 from cluster.environment import prepare_ray
 from cluster.errors import ConfigError, StartError
@@ -23,7 +24,7 @@ from cluster.preflight import (
     check_traces,
 )
 from credentials.errors import KeyFileError
-from credentials.key_file import read_router_keys, read_secret, write_router_keys
+from credentials.key_file import read_router_keys, write_router_keys
 from credentials.secret import RouterKeys
 from observability.logs import configure_logging
 from pagewire import InvalidRequestError
@@ -138,16 +139,17 @@ def router_keys(config: ClusterConfig, file: Path) -> None:
     With them, a router proves that it belongs to a cluster. They come from the running cluster, or
     from the --secret-file with which it was started.
     """
-    try:
-        if config.secret_file:
-            write_router_keys(file, read_secret(Path(config.secret_file)).router_keys(ROUTERS_NAME))
-            say(f"wrote {file}")
-            return
+    told = ""
+    if config.secret_file:
+        keys = secret_of(config).router_keys(ROUTERS_NAME)
+    else:
         keys, controller = _of_running_cluster(config)
+        told = f"; `pagewire router --controller {controller} --keys {file}` uses it"
+    try:
         write_router_keys(file, keys)
     except KeyFileError as error:
-        raise ConfigError(str(error)) from error
-    say(f"wrote {file}; `pagewire router --controller {controller} --keys {file}` uses it")
+        raise ConfigError(f"FILE: {error}") from error
+    say(f"wrote {file}{told}")
 
 
 def _of_running_cluster(config: ClusterConfig) -> tuple[RouterKeys, str]:

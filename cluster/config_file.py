@@ -23,6 +23,8 @@ from options.yaml_text import Lines, YamlError, parse_yaml, told_found, told_kin
 from pagewire.arguments import NEAR
 from pagewire.cli.units import invalid_byte
 
+ALLOWED = "allowed: YAML in UTF-8 that this user can read"
+
 # Given the values set so far, returns a command's own defaults, by option path.
 Defaults = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -208,9 +210,9 @@ def _read_yaml(path: Path) -> tuple[Mapping[str, Any], Lines]:
     try:
         content, lines = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {ALLOWED}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: {invalid_byte(error)} is not UTF-8") from error
+        raise ConfigError(f"{path}: {invalid_byte(error)} is not UTF-8; {ALLOWED}") from error
     except YamlError as error:
         raise ConfigError(f"{path}{error}") from error
     if content is None:

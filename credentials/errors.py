@@ -33,7 +33,10 @@ class NotAllowed(CredentialsError):
 
 
 class KeyFileError(Exception):
-    """A file with keys or the secret cannot be read or written, or contains something else."""
+    """A file with keys or the secret cannot be read or written, or contains something else.
+
+    The message follows the name of the option that names the file.
+    """
 
 
 class OpenInClear(Exception):

@@ -18,6 +18,10 @@ from credentials.secret import (
 from pagewire.protos.secret_files import warn_if_public
 
 MAX_BYTES = 65_536
+ACCEPTED_SECRET = (
+    f"a file with {SECRET_BYTES} to {MAX_BYTES} random bytes, as from `head -c 32 /dev/urandom`"
+)
+ACCEPTED_KEYS = "a file that `pagewire router-keys` wrote"
 
 
 def read_secret(path: Path) -> ClusterSecret:
@@ -26,12 +30,9 @@ def read_secret(path: Path) -> ClusterSecret:
     Raises:
         KeyFileError: There is no such file, or it is too short or long.
     """
-    content = _read(path)
+    content = _read(path, ACCEPTED_SECRET)
     if len(content) < SECRET_BYTES:
-        raise KeyFileError(
-            f"{path} has {len(content)} bytes; it must have {SECRET_BYTES} or more random ones, as "
-            "from `head -c 32 /dev/urandom`"
-        )
+        raise _unusable(path, f"has {len(content)} bytes", ACCEPTED_SECRET)
     return ClusterSecret(content)
 
 
@@ -49,7 +50,8 @@ def write_router_keys(path: Path, keys: RouterKeys) -> None:
         scratch.replace(path)
     except OSError as error:
         scratch.unlink(missing_ok=True)
-        raise KeyFileError(f"{path} cannot be written: {error.strerror}") from error
+        told = f"cannot be written: {error.strerror}"
+        raise _unusable(path, told, "a file in a folder where this user may write") from error
 
 
 def read_router_keys(path: Path) -> RouterKeys:
@@ -58,7 +60,7 @@ def read_router_keys(path: Path) -> RouterKeys:
     Raises:
         KeyFileError: The file is missing, or contains something else.
     """
-    content = _read(path)
+    content = _read(path, ACCEPTED_KEYS)
     try:
         found = json.loads(content)
         party = found["party"]
@@ -78,20 +80,23 @@ def read_router_keys(path: Path) -> RouterKeys:
             resume_tokens=_key(found["resume_tokens"]),
         )
     except (ValueError, TypeError, KeyError):  # their messages could show a key
-        told = "contains no keys of a router; `pagewire router-keys` writes them"
-        raise KeyFileError(f"{path} {told}") from None
+        raise _unusable(path, "contains no keys of a router", ACCEPTED_KEYS) from None
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, allowed: str) -> bytes:
     try:
         with path.open("rb") as file:
             warn_if_public(file)
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise KeyFileError(f"{path} cannot be read: {error.strerror}") from error
+        raise _unusable(path, f"cannot be read: {error.strerror}", allowed) from error
     if len(content) > MAX_BYTES:
-        raise KeyFileError(f"{path} has more than {MAX_BYTES} bytes")
+        raise _unusable(path, f"has more than {MAX_BYTES} bytes", allowed)
     return content
+
+
+def _unusable(path: Path, what: str, allowed: str) -> KeyFileError:
+    return KeyFileError(f"found {str(path)!r}, which {what}; allowed: {allowed}")
 
 
 def _key(text: Any, size: int = KEY_BYTES) -> bytes:

@@ -477,8 +477,18 @@ def test_wrong_options_end_it_with_words(keys_path, model_dir, tmp_path) -> None
     for name, value, words in (
         ("--controller", "nowhere", "error: --controller: found 'nowhere'; allowed: host:port"),
         ("--router-tenants-file", tmp_path / "none", "none', which cannot be read: No such"),
-        ("--keys", tmp_path / "none", "none cannot be read: No such file"),
-        ("--keys", secret, "contains no keys of a router; `pagewire router-keys` writes them"),
+        (
+            "--keys",
+            tmp_path / "none",
+            f"error: --keys: found '{tmp_path}/none', which cannot be read: No such file or "
+            "directory; allowed: a file that `pagewire router-keys` wrote\n",
+        ),
+        (
+            "--keys",
+            secret,
+            f"error: --keys: found '{secret}', which contains no keys of a router; allowed: a file "
+            "that `pagewire router-keys` wrote\n",
+        ),
         ("--model", folder, "tokenizer.json is missing"),
         ("--host", "no.invalid", "host: found 'no.invalid'; allowed: a name or an address"),
         ("--router-max-connections", 0, "--router-max-connections: found 0; allowed"),
@@ -516,11 +526,26 @@ def test_keys_come_from_the_secret_file_and_only_their_owner_reads_them(tmp_path
     secret.write_bytes(b"x" * 31)
     result = run_main("router-keys", str(keys), "--secret-file", str(secret))
     assert result.returncode == 2
-    assert "has 31 bytes; it must have 32 or more random ones" in result.stderr
+    random_bytes = (
+        "allowed: a file with 32 to 65536 random bytes, as from `head -c 32 /dev/urandom`"
+    )
+    assert f"error: secret_file: found '{secret}', which has 31 bytes; {random_bytes}\n" in (
+        result.stderr
+    )
     missing = str(tmp_path / "no" / "keys")
+    result = run_main("router-keys", str(keys), "--secret-file", missing)
+    assert result.returncode == 2
+    assert f"error: secret_file: found '{missing}', which cannot be read: No such file or " in (
+        result.stderr
+    )
+    assert f"directory; {random_bytes}\n" in result.stderr
     secret.write_bytes(b"x" * 32)
     result = run_main("router-keys", missing, "--secret-file", str(secret))
-    assert f"{missing} cannot be written" in result.stderr
+    assert result.returncode == 2
+    assert (
+        f"error: FILE: found '{missing}', which cannot be written: No such file or directory; "
+        in (result.stderr)
+    )
 
 
 def test_grpcurl_finds_methods_by_reflection_and_reads_a_stream(

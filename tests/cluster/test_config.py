@@ -405,7 +405,9 @@ def test_a_file_that_is_not_utf8_is_refused_with_the_byte(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_bytes(b"model: caf\xe9\n")
 
-    with pytest.raises(ConfigError, match="yaml: byte 0xe9 at offset 10 is not UTF-8"):
+    with pytest.raises(
+        ConfigError, match="yaml: byte 0xe9 at offset 10 is not UTF-8; allowed: YAML"
+    ):
         load_config(path, {})
 
 
@@ -579,7 +581,7 @@ def test_ray_addresses_have_a_port(address):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read: .*; allowed: YAML"):
         load_config(tmp_path / "absent.yaml", {})
 
 
