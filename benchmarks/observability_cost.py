@@ -1,24 +1,27 @@
-"""Measures what metrics and traces cost a worker in a step and a router in a token.
+"""Measures what metrics, traces and log lines cost a worker in a step and a router in a token.
 
     python -m benchmarks.relay --cases 256x20000 --out benchmarks/results/relay-beside-cost-cpu.json
     python -m benchmarks.observability_cost --out benchmarks/results/observability-cost-cpu.json
     python -m benchmarks.observability_cost --scrape --out benchmarks/results/scrape-cost-cpu.json
 
-Each case runs the calls that exist only for metrics or traces, as a process makes them. Its cost is
-the CPU time of all threads; for traces, it includes making the bytes that would be sent. What a
-plan counts of shared prefixes, once for many steps, is left out. Shares refer to figures of the
-same result folder: a step of decode in the engine alone, and the router's CPU for a token of 256
-streams, measured by the relay on the same host. A scrape's share is that of one core, if one comes
-every 15 s. `loop` is the work of the router's event loop, without its prefix index; `text` is that
-of another thread.
+Each case runs the calls that exist only for metrics, traces or log lines, as a process makes them.
+Its cost is the CPU time of all threads; for traces, it includes making the bytes that would be
+sent, and for lines, writing them to a file. What a plan counts of shared prefixes, once for many
+steps, is left out. Shares refer to figures of the same result folder: a step of decode in the
+engine alone, and the router's CPU for a token of 256 streams, measured by the relay on the same
+host. A scrape's share is that of one core, if one comes every 15 s. `loop` is the work of the
+router's event loop, without its prefix index; `text` is that of another thread.
 """
 
 import argparse
 import json
+import logging
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ import numpy as np
 from benchmarks.measured_host import conditions
 from benchmarks.result_file import write_result
 from llm_engine.kv_reads import NO_READS, flat_reads
+from observability.logs import configure_logging, fields
 from observability.token_gaps import TokenGaps
 from observability.tracing import begin_part, begin_trace, stop_tracing, trace_to
 from pagewire import ClusterStatus
@@ -49,6 +53,9 @@ SCRAPE_S = 15.0  # between two scrapes
 LARGE = 1_234_567_890  # as totals of some days
 CALLER = TraceContext(f"00-{'1' * 32}-{'1' * 16}-01")
 TOKEN_BYTES = 2 * 8 * 128 * 2 * 32  # K and V of Llama-3-8B
+REQUEST_ID = "0123456789abcdef" * 2
+
+log = logging.getLogger(__name__)
 
 
 def worker_step(num_streams: int) -> Callable[[], None]:
@@ -149,6 +156,44 @@ def worker_spans() -> None:
     span.end("", queue_ms=1, tokens=CONTEXT, cached_tokens=0, moved_pages=16, preemptions=0)
 
 
+def router_line() -> None:
+    """Write the line of a call at a router."""
+    log.info(
+        "request_done",
+        extra=fields(
+            request_id=REQUEST_ID,
+            outcome="ok",
+            total_ms=571.2,
+            prompt_tokens=CONTEXT,
+            completion_tokens=ANSWER_TOKENS,
+            ttft_ms=20.3,
+            resumptions=0,
+            decode_workers="decode-0",
+            tenant="acme",
+        ),
+    )
+
+
+def worker_line() -> None:
+    """Write the line of a call at a decode worker."""
+    log.info(
+        "request_ended",
+        extra=fields(
+            request_id=REQUEST_ID,
+            attempt=0,
+            outcome="done",
+            prompt_tokens=CONTEXT,
+            output_tokens=ANSWER_TOKENS,
+            s=0.571,
+            cached_tokens=0,
+            computed_tokens=0,
+            moved_pages=64,
+            prefill_retries=0,
+            preemptions=0,
+        ),
+    )
+
+
 def us(work: Callable[[], object], *, number: int, repeats: int) -> float:
     """Return the median CPU time of a call, in microseconds, of all threads."""
     for _ in range(number // 10):
@@ -190,6 +235,19 @@ def traced_us(work: Callable[[], object], *, number: int, repeats: int) -> float
         stop_tracing()
 
 
+def logged_us(work: Callable[[], object], line_format: str, *, number: int, repeats: int) -> float:
+    """Return the same for lines that are written to a file, as those of Ray's processes."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    with tempfile.TemporaryFile("w") as file, redirect_stderr(file):
+        configure_logging("info", line_format)
+        try:
+            return us(work, number=number, repeats=repeats)
+        finally:
+            root.handlers[:] = handlers
+            root.setLevel(level)
+
+
 def measure(number: int, repeats: int) -> list[dict[str, Any]]:
     """Return a row for each case."""
     steps = {row["case"]: row["ms"] for row in _cases("engine-step-llama-3-8b-h200.json")}
@@ -214,10 +272,15 @@ def measure(number: int, repeats: int) -> list[dict[str, Any]]:
     add("metrics/call", us(router_call(), **size), answer_us, of)
     add("traces/off/router/call", us(router_spans, **size), answer_us, of)
     add("traces/on/router/call", traced_us(router_spans, **size), answer_us, of)
-    step_ms = steps[f"decode/1@{CONTEXT}"]
+    for line_format in ("text", "json"):
+        cost_us = logged_us(router_line, line_format, **size)
+        add(f"logs/{line_format}/router/call", cost_us, answer_us, of)
+    answer_us = 1000 * ANSWER_TOKENS * steps[f"decode/1@{CONTEXT}"]
     of = f"{ANSWER_TOKENS} steps of 1 stream"
-    cost_us = traced_us(worker_spans, **size)
-    add("traces/on/worker/call", cost_us, 1000 * ANSWER_TOKENS * step_ms, of)
+    add("traces/on/worker/call", traced_us(worker_spans, **size), answer_us, of)
+    for line_format in ("text", "json"):
+        cost_us = logged_us(worker_line, line_format, **size)
+        add(f"logs/{line_format}/worker/call", cost_us, answer_us, of)
     return rows
 
 
