@@ -102,7 +102,7 @@ def test_a_second_up_tells_that_the_cluster_was_scaled(running, monkeypatch):
             {"router.tenants_file": "/nope"},
             "router.tenants_file: found '/nope', which",
         ),
-        ({"secret_file": "/nope"}, "secret_file: /nope"),
+        ({"secret_file": "/nope"}, "secret_file: found '/nope', which cannot be read"),
         ({"network_interface": "eth9"}, "network_interface: found 'eth9', which does not exist"),
         ({"port_range": "20000-20001"}, "port_range: found '20000-20001', which has 2 ports"),
         ({"host": "0.0.0.0"}, "other hosts can connect to 0.0.0.0"),
