@@ -78,6 +78,7 @@ class _Reading:
         self._origin: dict[str, str] = {}  # option path |-> where it is from, unless from a flag
         self._written: dict[str, str] = {}  # option path |-> its value as the file has it
         self._lines: dict[str, int] = {}  # path of an option or section |-> line of its last use
+        self._dropped: set[str] = set()  # options whose values were wrong
         self._without_role: set[str] = set()  # pools whose role was wrong
 
     def read(self, path: Path) -> None:
@@ -112,6 +113,7 @@ class _Reading:
         for name, option in [(name, find_option(name)) for name in self.values]:
             assert option is not None
             if not option.allows(self.values[name]):
+                self._dropped.add(name)
                 allowed = option.allowed(self._spell)
                 found = told_found(self.values.pop(name), self._written.get(name, ""))
                 self._refuse(name, f"{self._spell(name)}: found {found}; allowed: {allowed}")
@@ -132,14 +134,19 @@ class _Reading:
         the wrong values.
         """
         while isinstance(made := _make(self.values), list):
+            replaced = self._dropped.copy()  # by defaults, in what was checked
             for section, problem in made:
-                self._blame(section, problem)
+                self._blame(section, problem, replaced)
             self._drop_pools_without_role()
         return made
 
-    def _blame(self, section: str, problem: WrongOption) -> None:
-        """Refuse the options of a problem, and drop them."""
+    def _blame(self, section: str, problem: WrongOption, replaced: set[str]) -> None:
+        """Refuse the options of a problem, and drop them.
+
+        A problem of an option among those replaced is not told: it is that of a default.
+        """
         blamed = [path_in(section, name) for name in problem.names]
+        is_told = replaced.isdisjoint(blamed)
         # A missing option is reported where the rest of its pool is.
         rest = [name for name in self.values if pool_named(name) == pool_named(blamed[0]) != ""]
         blamed = [name for name in blamed if name in self.values] or rest
@@ -149,9 +156,11 @@ class _Reading:
         found = find_option(path_in(section, problem.names[0]))
         if blamed != rest and found and found.path != blamed[0] and found.default not in (None, ""):
             told += f"; {found.path} is not given and has its default"
-        self._refuse(blamed[0], told)
+        if is_told:
+            self._refuse(blamed[0], told)
         for name in blamed:
             self.values.pop(name)
+        self._dropped.update(blamed)
         self._without_role |= {pool_named(name) for name in blamed if name.endswith(".role")}
 
     def _drop_pools_without_role(self) -> None:

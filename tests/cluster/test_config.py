@@ -445,6 +445,45 @@ def test_all_errors_are_told_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        pytest.param(
+            "device: cpu\nray_address: auto\npool_resources: true\n"
+            "pools: {far: {role: decode, accelerator_type: L4}}\n",
+            ["line 4: pools.far.accelerator_type: found 'L4'; allowed: none with device cpu"],
+            id="device-contradicts",
+        ),
+        pytest.param(
+            "device: gpu\nray_address: auto\npool_resources: true\n",
+            ["line 1: device: found 'gpu'; allowed: 'auto', 'cpu' or 'cuda'"],
+            id="device-does-not-exist",
+        ),
+        pytest.param(
+            "tls: {certificate_file: c, authority_file: a, key_file: ''}\n"
+            "router: {tenants_file: t}\nworker_metrics_ports: 9401-9408\n",
+            ["line 1: tls.key_file: found none; allowed: a file, as tls.certificate_file and "],
+            id="certificate-without-key",
+        ),
+        pytest.param(
+            "port: 5\nhttp_port: 5\ncontroller_port: 5\n",
+            ["line 2: http_port: found 5", "line 3: controller_port: found 5"],
+            id="all-of-the-first-check",
+        ),
+    ],
+)
+def test_no_error_follows_from_another_ones_value(tmp_path, text, told):
+    path = write(tmp_path, text)
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, {})
+
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(told), lines
+    for line, begin in zip(lines, told, strict=True):
+        assert line.startswith(f"{path}, {begin}")
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "decode: 1\nrouter:\n  # of wrong type\n  max_resumptions: x",
