@@ -78,7 +78,9 @@ def read_tenants(path: Path) -> TenantsFile:
     try:
         tenants, keys = parse_yaml(content.decode())
     except UnicodeDecodeError as error:
-        raise TenantsFileError(f"{path}: {invalid_byte(error)} is not UTF-8") from error
+        raise TenantsFileError(
+            f"{path}: {invalid_byte(error)} is not UTF-8; allowed: YAML in UTF-8"
+        ) from error
     except YamlError as error:
         raise TenantsFileError(f"{path}{error}") from error
     if tenants is None or tenants == {}:

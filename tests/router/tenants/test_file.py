@@ -177,7 +177,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, kind: str) -> None:
     with pytest.raises(
         TenantsFileError,
         match=r"^router.tenants_file: found '.*tenants.yaml', .*: (No such file|it is not a file)"
-        r"|is not UTF-8",
+        r"|is not UTF-8; allowed: YAML in UTF-8$",
     ):
         read_tenants(path)
 
