@@ -70,6 +70,26 @@ def partition(cluster: HostedCluster) -> Heal:
     return host.plug_in
 
 
+def part(cluster: HostedCluster) -> Heal:
+    """Let the two hosts of workers not reach each other; all other hosts reach both."""
+    one, other = cluster.worker_hosts
+    one.lose_packets_to(other)
+    other.lose_packets_to(one)
+
+    def heal() -> None:
+        one.deliver_packets_to(other)
+        other.deliver_packets_to(one)
+
+    return heal
+
+
+def lose_one_way(cluster: HostedCluster) -> Heal:
+    """Lose what the head sends to a host of workers, which still reaches the head."""
+    host = cluster.worker_hosts[0]
+    cluster.head.lose_packets_to(host)
+    return lambda: cluster.head.deliver_packets_to(host)
+
+
 def lose_power(host_of: Callable[[HostedCluster], Host]) -> Begin:
     """Return a fault that ends a host with all its processes."""
 
@@ -202,6 +222,17 @@ FAULTS: Mapping[str, Fault] = {
         what=f"a host of workers without network for {LONG_S:.0f} s",
         begin=partition,
         lasts_s=LONG_S,
+    ),
+    "partition/pair": Fault(
+        what="the two hosts of workers do not reach each other for 10 s, all others reach both",
+        begin=part,
+        lasts_s=HANG_S,
+    ),
+    "partition/one-way": Fault(
+        what="a host of workers gets nothing from the head's host, which gets all it sends, for "
+        "10 s",
+        begin=lose_one_way,
+        lasts_s=HANG_S,
     ),
     "loss/workers": Fault(
         what="a host of workers without power for 10 s",

@@ -11,6 +11,8 @@ that the interrupted streams must have had.
     hang/PROCESS        SIGSTOP, and SIGCONT ten seconds later; of the router twenty
     partition/workers   the host of a prefill and a decode worker loses its network for ten seconds
     partition/long      until Ray declares it dead, and a while longer
+    partition/pair      the two such hosts do not reach each other, all others reach both
+    partition/one-way   the host of the head, with the router, reaches one such host only to receive
     loss/workers        that host loses power, and comes back empty
     loss/head           so does the host of Ray's head, the controller and a router for a minute
     disk/full           a host has no room left for logs and Ray's files, for ten seconds

@@ -24,6 +24,7 @@ OWN_FOLDERS = ("/tmp/ray", "/dev/shm")  # noqa: S108 - of each host, gone when i
 NAMESPACES = ("--net", "--mount", "--uts", "--pid", "--ipc")
 START_S = 10.0
 END_S = 10.0
+NOBODY = "02:00:00:00:ff:ff"  # no host's network card
 
 
 def why_no_hosts(ip_version: int = 4) -> str:
@@ -57,8 +58,7 @@ class Host:
     @property
     def pid(self) -> int:
         """The process whose namespaces the host is."""
-        assert self._inside is not None, f"{self.name} is off"
-        return self._inside.pid
+        return self._on().pid
 
     def power_on(self) -> None:
         """Start it with nothing on it, and plug it in."""
@@ -68,8 +68,8 @@ class Host:
         self._switch.do("ip", "link", "set", self._port, "master", "switch", "up")
         # Without a search for others with the same address, during which IPv6 could not use it.
         nodad = ["nodad"] if ":" in self.address else []
-        self._inside.do("ip", "address", "add", self._network, "dev", "eth0", *nodad)
-        self._inside.do("ip", "link", "set", "eth0", "up")
+        self._do("ip", "address", "add", self._network, "dev", "eth0", *nodad)
+        self._do("ip", "link", "set", "eth0", "up")
 
     def power_off(self) -> None:
         """End all its processes, without a packet to the others."""
@@ -86,12 +86,20 @@ class Host:
         """Let everything through again."""
         self._switch.do("ip", "link", "set", self._port, "up")
 
+    def lose_packets_to(self, other: "Host") -> None:
+        """Let no packet from here reach another host; those from there still come."""
+        to_nobody = ("lladdr", NOBODY, "nud", "permanent")
+        self._do("ip", "neighbour", "replace", other.address, "dev", "eth0", *to_nobody)
+
+    def deliver_packets_to(self, other: "Host") -> None:
+        """Let packets from here reach another host again."""
+        self._do("ip", "neighbour", "delete", other.address, "dev", "eth0")
+
     def start(
         self, *arguments: str, environment: Mapping[str, str] | None = None, **options: Any
     ) -> "subprocess.Popen[str]":
         """Start a command on it; options as of subprocess.Popen, environment None: this one's."""
-        assert self._inside is not None, f"{self.name} is off"
-        command = self._inside.entered(arguments)
+        command = self._on().entered(arguments)
         return subprocess.Popen(command, text=True, env=environment, **options)  # noqa: S603
 
     def run(
@@ -132,6 +140,13 @@ class Host:
             except (OSError, psutil.Error):  # it has just ended
                 continue
         return found
+
+    def _do(self, *arguments: str) -> None:
+        self._on().do(*arguments)
+
+    def _on(self) -> "_Namespaces":
+        assert self._inside is not None, f"{self.name} is off"
+        return self._inside
 
 
 @contextmanager
