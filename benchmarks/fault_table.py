@@ -42,21 +42,23 @@ they begin, the fault occurs, and {late} more requests arrive during the next se
 the same requests run once more without a fault. Each token that differs, is missing or is repeated
 counts as wrong.
 
-| Fault | Runs | Requests | Failed | Wrong tokens | Pause, p50 and p99 | First token, p99 | Whole |
-|---|--:|--:|--:|--:|--:|--:|--:|
+| {heads} |
+|---|---|--:|--:|--:|--:|--:|--:|--:|
 """
 END = """
 ![Pauses of streams after a fault on CPUs, on a logarithmic axis](figures/faults.svg)
 
+- *At*: the commit, or commits, at which the runs were made.
 - *Pause*: the longest time that any stream of a run waited for a token. Runs without a fault show
   the machine's own share.
 - *First token*: the longest time to first token of the requests that arrived after the fault.
 - *Whole*: the median time until both routers see all workers ready, including the fault itself.
 
 Decode workers computed {decode_prompt_tokens} prompt tokens in all runs, and
-{pages_moved:,} pages moved between hosts. Measured at {commits} on {cores} cores of a
-{machine} CPU, which all hosts share with other work, with a tiny model, by {command}. The pauses
-depend on that machine; the zeros do not.
+{pages_moved:,} pages moved between hosts. Measured on {cores} cores of an {machine} CPU, which all
+hosts share, in part with other work, with a tiny model, by
+{command}. The pauses depend on that
+machine; the zeros do not.
 """
 KILLS = """
 ## Kills and hangs between two GPUs
@@ -100,6 +102,10 @@ continued as soon as it was back, and it recorded their passes within steps. Tok
 {p50} apart in the median and {p99} at p99; without a kill, {calm_p50} and {calm_p99}. The longest
 wait of a run was {most}; without a kill, {calm_most}. These are medians of the runs.
 """
+HEADS = (
+    *("Fault", "At", "Runs", "Requests", "Failed", "Wrong tokens"),
+    *("Pause, p50 and p99", "First token, p99", "Whole"),
+)
 KILLS_HEADS = (
     *("Pages over", "Worker", "Fault", "Moment", "On", "Runs", "Requests", "Failed"),
     *("Wrong tokens", "Pause, p50 and p99", "Noticed", "Pages free", "Moves again"),
@@ -139,13 +145,13 @@ def page(result: dict[str, Any], name: str) -> str:
         streams=STREAMS,
         tokens=OUTPUT_TOKENS,
         late=LATE_STREAMS,
+        heads=" | ".join(HEADS),
     )
     text += "".join(_lines(rows))
     text += "".join(_notes(rows))
     return text + END.format(
         decode_prompt_tokens=sum(row["decode_prompt_tokens"] for row in rows.values()),
         pages_moved=sum(row["pages_moved"] for row in rows.values()),
-        commits=", ".join([*result.get("earlier_commits", []), result["commit"]]),
         cores=result["hardware"]["cores"],
         machine=result["hardware"]["machine"],
         command=f"`{result['command']}`",
@@ -253,11 +259,15 @@ def _lines(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
     for case, fault in FAULTS.items():
         if row := rows.get(case):
             cells = (
-                *(fault.what, row["times"], row["requests"], row["failed_requests"]),
+                *(fault.what, _commits(row), row["times"], row["requests"], row["failed_requests"]),
                 *(row["wrong_tokens"], _pause(row), _seconds(row["late_ms_p99"])),
                 f"{row['whole_s_p50']:.0f} s",
             )
             yield f"| {' | '.join(map(str, cells))} |\n"
+
+
+def _commits(row: dict[str, Any]) -> str:
+    return ", ".join(dict.fromkeys(each["commit"][:7] for each in row["rounds"]))
 
 
 def _notes(rows: dict[str, dict[str, Any]]) -> Iterator[str]:

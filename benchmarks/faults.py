@@ -23,8 +23,9 @@ that the interrupted streams must have had.
 `pause_ms` is the longest time that any stream of a run waited for a token after the fault, and
 `late_ms` the longest until the first token of a request that came after it. `whole_s` is how long
 the cluster took to be whole again, the fault's own duration included. Each run is written as it
-ends, and `--resume` goes on after the last one. A run that has no end, such as one after which the
-cluster is not whole in time, is listed as broken, and the next one has a new cluster.
+ends, with its commit, and `--resume` goes on after the last one. A run that has no end, such as one
+after which the cluster is not whole in time, is listed as broken, and the next one has a new
+cluster.
 """
 
 import argparse
@@ -185,7 +186,7 @@ def main() -> None:
         not_started = 0
         while left and not_started < MAX_BROKEN:
             try:
-                _measure(left, options.times, logs, seeds, results)
+                _measure(left, options.times, logs, seeds, results, head["commit"])
                 not_started = 0
             except BREAKS as error:
                 say(f"no cluster: {error}")
@@ -193,7 +194,9 @@ def main() -> None:
     results.leave_out(left)
 
 
-def _measure(left: list[str], times: int, logs: Path, seeds: Seeds, results: ResultFile) -> None:
+def _measure(
+    left: list[str], times: int, logs: Path, seeds: Seeds, results: ResultFile, commit: str
+) -> None:
     """Measure faults on one cluster, and take them off the list.
 
     Returns when one of them has broken it, and before one that needs another kind of cluster;
@@ -220,7 +223,8 @@ def _measure(left: list[str], times: int, logs: Path, seeds: Seeds, results: Res
                 broken = results.listed(name, "broken")
                 try:
                     while len(rounds) < times:
-                        rounds.append(run_once(FAULTS[name], cluster, clients, seeds))
+                        found = run_once(FAULTS[name], cluster, clients, seeds)
+                        rounds.append(found | {"commit": commit})
                         say(f"{name} {len(rounds)} of {times}: {rounds[-1]}")
                         results.add({"case": name, **sum_up(rounds), "broken": broken})
                 except BREAKS as error:
