@@ -52,7 +52,7 @@ GraceFlag = Annotated[
 ]
 NamesArgument = Annotated[
     Optional[list[str]],  # noqa: UP045
-    typer.Argument(help="Names of workers, router-0 or http-gateway-0.", metavar="NAME"),
+    typer.Argument(help="Names of workers, router-0 or http-gateway.", metavar="NAME"),
 ]
 DrainedArgument = Annotated[
     Optional[str],  # noqa: UP045
@@ -198,7 +198,8 @@ def restart(config: ClusterConfig, names: list[str] | None, grace_s: float | Non
 
     Without NAME, all of them. Each starts with the current code and model files. Requests on a
     worker have --grace-s to end there, then continue elsewhere. Streams of the router continue at
-    another one, or at the same one when it is back.
+    another one, or at the same one when it is back. Another gateway takes over from the running
+    one: no HTTP request fails.
     """
     with _running(config) as controller:
         from cluster.rolling import restart_cluster

@@ -26,15 +26,18 @@ from cluster.deployment import Deployment
 from cluster.errors import ConfigError, StartError, Stopping
 from cluster.membership import HEARD_S, Membership
 from cluster.placement import (
+    FIRST_GATEWAY,
     GATEWAY_NAME,
     ROUTER_NAME,
     close_host,
     contract_of,
+    gateways,
     hosts_now,
     needs_of,
     place_gateway,
     place_router,
     place_worker,
+    successor_of,
     workers_on,
 )
 from cluster.places import Place, check_move, check_room, choose_places
@@ -55,7 +58,9 @@ from credentials.door import ClusterLinks
 from credentials.party import CONTROLLER_NAME
 from credentials.secret import RouterKeys
 from llm_engine.model_identity import ModelIdentity, read_identity
+from observability.last_line import last_line
 from observability.logs import configure_logging, fields
+from observability.serving_process import CLOSE_TIMEOUT_S
 from options.interfaces import address_on
 from options.kept_by_name import kept_by_name
 from router.membership import PoolName, WorkerMember
@@ -102,6 +107,8 @@ class ControllerActor:
         self._loaded: dict[str, tuple[int, int]] = {}  # worker_id |-> bytes loaded, bytes in all
         self._started_at = _now()
         self._is_closed = False
+        self._succession = asyncio.Lock()  # held while a gateway takes over from another
+        self._retiring: set[asyncio.Task[None]] = set()  # gateways
         keys = deployment.secret.keys_of("controller", CONTROLLER_NAME)
         try:
             host = own_address(config)
@@ -134,7 +141,8 @@ class ControllerActor:
         for name, where in (places or self._places_for(names)).items():
             actors[name] = self._place(name, where)
         if config.http_port:
-            actors[GATEWAY_NAME] = place_gateway(self._deployment)
+            *_, name = gateways(ray.util.list_named_actors()) or [FIRST_GATEWAY]
+            actors[name] = place_gateway(self._deployment, name)
         return actors
 
     async def facts(self) -> ClusterFacts:
@@ -259,6 +267,41 @@ class ControllerActor:
         log.info("worker_restarted", extra=fields(worker_id=worker_id, grace_s=grace_s))
         actor.restart.remote(grace_s)
         return ending
+
+    async def succeed_gateway(self, grace_s: float) -> None:
+        """Place an HTTP gateway that takes over from the present one, which then ends.
+
+        Args:
+            grace_s: Seconds for what runs at the one that ends.
+
+        Raises:
+            ClusterError: The present one is unchanged.
+        """
+        self._check_open()
+        if self._succession.locked():
+            raise StartError(
+                f"{GATEWAY_NAME} is being restarted by another command; nothing has changed; try "
+                "again when that has ended"
+            )
+        async with self._succession:
+            present = gateways(ray.util.list_named_actors())
+            name = successor_of(present[-1])
+            successor = place_gateway(self._deployment, name, predecessor=present[-1])
+            timeout_s = self._deployment.config.start_timeout_s
+            try:
+                await asyncio.wait_for(successor.wait_ready.remote(), timeout_s)
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                ray.kill(successor, no_restart=True)
+                is_late = isinstance(error, TimeoutError)
+                why = f"not ready after {timeout_s:g} s" if is_late else last_line(error)
+                raise StartError(
+                    f"another {GATEWAY_NAME} did not start: {why}; the running one is unchanged"
+                ) from error
+        log.info("gateway_succeeded", extra=fields(name=name, grace_s=grace_s))
+        for each in present:  # more than one if an earlier controller died meanwhile
+            task = asyncio.create_task(_retire(each, grace_s))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
 
     async def evacuate(self, node_id: str, grace_s: float) -> frozenset[str]:
         """Let the workers of a host end there, and start elsewhere when there is room.
@@ -484,6 +527,17 @@ class ControllerActor:
         """Tell the routers, and wait until they apply it. A returning router is told then."""
         self._publish()
         await self._members.wait_applied(PUSH_TIMEOUT_S)
+
+
+async def _retire(gateway: str, grace_s: float) -> None:
+    """Have a gateway end; if its process dies before that, Ray starts no other one."""
+    with suppress(ValueError):  # it has ended
+        actor: Any = ray.get_actor(gateway)
+        try:
+            await asyncio.wait_for(actor.retire.remote(grace_s), grace_s + CLOSE_TIMEOUT_S)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            log.warning("retire_failed", extra=fields(name=gateway, error=last_line(error)))
+        ray.kill(actor, no_restart=True)
 
 
 def own_address(config: ClusterConfig) -> str:

@@ -31,10 +31,10 @@ from cluster.model_folder import check_model_files
 from cluster.placement import (
     CONTROL_GROUP,
     CONTROLLER_NAME,
-    GATEWAY_NAME,
     NAMESPACE,
     ROUTER_NAME,
     at_home,
+    gateways,
     has_own_gpus,
     home_resource,
     hosts_now,
@@ -276,7 +276,8 @@ def find_cluster(facts: ClusterFacts, deadline: float, watch: StartWatch) -> Run
     if ROUTER_NAME not in actors:  # its launcher died halfway
         _deployed(actors[CONTROLLER_NAME], watch)
         actors = named_actors()
-    staying = {name: each for name, each in actors.items() if name not in facts.workers.leaving}
+    leaving = {*facts.workers.leaving, *gateways(actors)[:-1]}
+    staying = {name: each for name, each in actors.items() if name not in leaving}
     return wait_for_cluster(staying, facts.config, facts.device, deadline, watch)
 
 
@@ -326,7 +327,7 @@ def wait_for_cluster(
         address=address,
         device=device,
         actors=actors,
-        http_address=addresses.get(GATEWAY_NAME, ""),
+        http_address="".join(addresses[name] for name in gateways(addresses)),
         context_tokens=wait_until_served(
             address, own_client(config.tls_settings), router, workers, deadline, watch.check
         ),
@@ -343,13 +344,12 @@ def end_cluster(grace_s: float, begun: Callable[[], None] = lambda: None) -> Non
     actors = named_actors()
     timeout_s = grace_s + STOP_MARGIN_S
     controller, router = actors.get(CONTROLLER_NAME), actors.get(ROUTER_NAME)
-    gateway = actors.get(GATEWAY_NAME)
     if controller is not None:
         _wait_stopped([controller.close.remote()], timeout_s)
     begun()
     stopping = [] if router is None else [router.stop.remote(grace_s)]
-    if gateway is not None:
-        stopping.append(gateway.stop.remote(grace_s + GATEWAY_MARGIN_S))
+    for name in gateways(actors):
+        stopping.append(actors[name].stop.remote(grace_s + GATEWAY_MARGIN_S))
     _wait_stopped(stopping, timeout_s)
     workers = [actor for name, actor in actors.items() if is_worker(name)]
     _wait_stopped([each.stop.remote(0.0) for each in workers], timeout_s)

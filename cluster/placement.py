@@ -4,7 +4,7 @@ They are detached, so Ray's control store owns them: it restarts each one whenev
 with the arguments given here, and ends none because another one ended.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,8 @@ from worker.settings import WorkerSettings
 NAMESPACE = "pagewire"
 CONTROLLER_NAME = "pagewire-controller"
 ROUTER_NAME = "router-0"
-GATEWAY_NAME = "http-gateway-0"
+GATEWAY_NAME = "http-gateway"  # for users; its actors have numbers, as a successor starts beside it
+FIRST_GATEWAY = f"{GATEWAY_NAME}-0"
 HEAD_RESOURCE = "node:__internal_head__"  # as Ray names it
 CLOSE_S = 10.0  # for Ray to answer
 LEAST_SHARE = 0.0001  # of a resource that there is one of
@@ -163,8 +164,25 @@ def place_router(deployment: Deployment) -> Any:
     return place(RouterActor, ROUTER_NAME, at_home(deployment), start)
 
 
-def place_gateway(deployment: Deployment) -> Any:
-    """Place the HTTP gateway."""
+def gateways(names: Iterable[str]) -> list[str]:
+    """Return the gateways among actors; the last one is to stay, and others end."""
+    own = [each for each in names if each.rpartition("-")[0] == GATEWAY_NAME]
+    return sorted(own, key=_number)
+
+
+def successor_of(gateway: str) -> str:
+    """Return the name of the next gateway."""
+    return f"{GATEWAY_NAME}-{_number(gateway) + 1}"
+
+
+def _number(gateway: str) -> int:
+    return int(gateway.rpartition("-")[2])
+
+
+def place_gateway(
+    deployment: Deployment, name: str = FIRST_GATEWAY, *, predecessor: str = ""
+) -> Any:
+    """Place an HTTP gateway, which takes over the listener of a predecessor if it has one."""
     config = deployment.config
     start = GatewayStart(
         config=config.http_gateway,
@@ -177,8 +195,9 @@ def place_gateway(deployment: Deployment) -> Any:
         tls=config.tls_settings,
         router_tls=own_client(config.tls_settings),
         tracing=config.tracing,
+        predecessor=predecessor,
     )
-    return place(GatewayActor, GATEWAY_NAME, at_home(deployment), start)
+    return place(GatewayActor, name, at_home(deployment), start)
 
 
 def has_own_gpus(device: str, workers_per_gpu: int) -> bool:

@@ -10,7 +10,7 @@ from cluster.attach import ask, named_actors
 from cluster.controller import CODE_TIMEOUT_S, ClusterFacts, Contracts
 from cluster.errors import ClusterError, ConfigError, StartError
 from cluster.interruption import NOTHING_CHANGED, told_at_interrupt
-from cluster.placement import CONTROL_GROUP, GATEWAY_NAME, ROUTER_NAME
+from cluster.placement import CONTROL_GROUP, GATEWAY_NAME, ROUTER_NAME, gateways
 from cluster.scaling import check_restart, is_worker
 from protos.contract import contract_difference
 
@@ -22,6 +22,8 @@ Say = Callable[[str], None]
 
 def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None, say: Say) -> None:
     """Restart processes, one after another; each serves before the next one ends.
+
+    Another HTTP gateway takes over from the running one, so it always serves.
 
     Args:
         controller: Handle of the cluster's controller.
@@ -36,7 +38,8 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
     with told_at_interrupt(NOTHING_CHANGED):
         facts: ClusterFacts = ask(controller.facts.remote())
     workers = facts.workers
-    fronts = [name for name in (ROUTER_NAME, GATEWAY_NAME) if name in named_actors()]
+    actors = named_actors()
+    fronts = [ROUTER_NAME] * (ROUTER_NAME in actors) + [GATEWAY_NAME] * bool(gateways(actors))
     names = names or [*workers.names, *fronts]
     known = [*workers.names, *fronts]
     for name in names:
@@ -54,12 +57,18 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
     for number, name in enumerate(names, 1):
         with told_at_interrupt(f"{name} restarts by itself; the others are unchanged"):
             began = time.monotonic()
-            say(f"{name} takes no new requests; running ones have {grace_s:g} s to end there")
-            deadline = began + grace_s + facts.config.start_timeout_s
-            restart = _restart_worker if is_worker(name) else _restart_front
-            restart(controller, name, grace_s, deadline)
+            if name == GATEWAY_NAME:
+                say(f"another {name} starts; then requests of this one have {grace_s:g} s to end")
+                start_s = facts.config.start_timeout_s + ANSWER_TIMEOUT_S
+                ask(controller.succeed_gateway.remote(grace_s), start_s)
+            else:
+                say(f"{name} takes no new requests; running ones have {grace_s:g} s to end there")
+                deadline = began + grace_s + facts.config.start_timeout_s
+                restart = _restart_worker if is_worker(name) else _restart_router
+                restart(controller, name, grace_s, deadline)
+            does = "has been replaced" if name == GATEWAY_NAME else "serves again"
             seconds = time.monotonic() - began
-            say(f"{name} serves again after {seconds:.0f} s, {number} of {len(names)}")
+            say(f"{name} {does} after {seconds:.0f} s, {number} of {len(names)}")
 
 
 def _check_contracts(contracts: Contracts) -> None:
@@ -82,7 +91,7 @@ def _restart_worker(controller: Any, name: str, grace_s: float, deadline: float)
     _wait(name, deadline, lambda: _serves_again(name, ending))
 
 
-def _restart_front(controller: Any, name: str, grace_s: float, deadline: float) -> None:
+def _restart_router(controller: Any, name: str, grace_s: float, deadline: float) -> None:
     try:
         actor = ray.get_actor(name)
     except ValueError:

@@ -6,6 +6,8 @@ Ray imports this wherever an actor is placed, so what serves is imported where i
 import asyncio
 import logging
 import os
+import socket
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +16,10 @@ import ray
 from credentials.config import TlsSettings
 from credentials.door import front_door
 from http_gateway.config import GatewayConfig
+from http_gateway.handover import receive_listener
 from observability.logs import configure_logging
 from observability.open_files import raise_file_limit
-from observability.serving_process import settle_process, stop_in_time
+from observability.serving_process import settle_process
 from observability.tracing import TracingConfig, stop_tracing
 from options.interfaces import address_on
 from options.kept_by_name import kept_by_name
@@ -45,6 +48,7 @@ class GatewayStart:
     tls: TlsSettings  # of its port
     router_tls: Tls | None  # of its connection to the router; None: in clear
     tracing: TracingConfig = field(default_factory=TracingConfig)
+    predecessor: str = ""  # the actor whose listener the first start gets; empty: it makes one
 
 
 class GatewayActor:
@@ -54,7 +58,6 @@ class GatewayActor:
         configure_logging(start.log_level, start.log_format)
         raise_file_limit(start.config.max_connections)
         self._router_name = start.router_name
-        self._ending: asyncio.Task[None] | None = None
         try:
             from http_gateway.server import GatewayServer, trace_gateway
 
@@ -67,9 +70,11 @@ class GatewayActor:
                 door=front_door(start.tls),
                 router_tls=start.router_tls,
             )
-            self._address = await self._server.start()
+            takes_over = start.predecessor and not _has_come_back()
+            listener = await _listener_of(start.predecessor) if takes_over else None
+            self._address = await self._server.start(listener)
         except Exception:
-            if not ray.get_runtime_context().was_current_actor_reconstructed:
+            if not _has_come_back():
                 raise  # the launcher reports it
             # Ray gives up an actor whose constructor raises, but restarts a dead process.
             log.exception("gateway_start_failed")
@@ -85,21 +90,18 @@ class GatewayActor:
         await self._server.stop(grace_s)
         await asyncio.to_thread(stop_tracing)
 
-    async def restart(self, grace_s: float) -> None:
-        """Begin to end: running answers get `grace_s`; then Ray restarts the gateway.
+    async def hand_over(self, path: str) -> None:
+        """Send the listener to a successor; see receive_listener."""
+        self._server.hand_over(path)
 
-        Returns at once; a second call changes nothing.
-        """
-        if self._ending is None:
-            self._ending = asyncio.create_task(self._begin_anew(grace_s))
+    async def retire(self, grace_s: float) -> None:
+        """Leave new connections to a successor, give others `grace_s` seconds, then `stop`."""
+        await self._server.retire(grace_s)
+        await asyncio.to_thread(stop_tracing)
 
     async def pid(self) -> int:
         """Return the process id on its host."""
         return os.getpid()
-
-    async def _begin_anew(self, grace_s: float) -> None:
-        await stop_in_time(self.stop, grace_s)
-        os._exit(1)
 
     async def _find_routers(self) -> list[str]:
         """Return the router's current address; its port may change at each start."""
@@ -117,3 +119,15 @@ class GatewayActor:
         except (ray.exceptions.RayError, ValueError) as error:
             told = f"the router cannot be found: {type(error).__name__}"
             raise UnavailableError(told, code="UNAVAILABLE") from error
+
+
+async def _listener_of(name: str) -> socket.socket:
+    gateway: Any = ray.get_actor(name)
+    return await receive_listener(gateway.hand_over.remote)
+
+
+def _has_come_back() -> bool:
+    """Return whether this is not the actor's first process."""
+    # Ray's property uses a deprecated one of its own, and warns every user of a cluster of it.
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)

@@ -56,16 +56,23 @@ class Connection(HttpToolsProtocol):
         limits: The gateway's.
         places: Those of all the gateway's connections.
         refusals: Logs those of all the gateway's connections.
+        is_retiring: Set when each of the gateway's connections is to close after its next answer.
         uvicorn: The arguments of uvicorn's protocols.
     """
 
     def __init__(
-        self, limits: GatewayConfig, places: Places, refusals: RareLine, **uvicorn: Any
+        self,
+        limits: GatewayConfig,
+        places: Places,
+        refusals: RareLine,
+        is_retiring: asyncio.Event,
+        **uvicorn: Any,
     ) -> None:
         super().__init__(**uvicorn)
         self._limits = limits
         self._places = places
         self._refusals = refusals
+        self._is_retiring = is_retiring
         self._head_bytes = 0  # of the whole parts of the head that is being read
         self._unparsed_bytes = 0  # that came after the last whole head or part of a body
         self._num_headers = 0
@@ -194,7 +201,12 @@ class Connection(HttpToolsProtocol):
                 for each in self.headers
                 if each[0] in (b"content-length", b"transfer-encoding")
             ]
+        previous = self.cycle
         super().on_headers_complete()
+        if self._is_retiring.is_set():
+            self.cycle.keep_alive = False
+            if previous and not previous.response_started:  # it has not said that it is the last
+                previous.keep_alive = True
         if sum(len(cycle.body) for cycle, _ in self.pipeline) <= HIGH_WATER_LIMIT:
             self.flow.resume_reading()  # paused for a request that waits; its client may leave
 

@@ -19,6 +19,7 @@ from http_gateway.app import build_app
 from http_gateway.config import GatewayConfig
 from http_gateway.connection import Connection
 from http_gateway.found_routers import FindRouters
+from http_gateway.handover import send_listener
 from http_gateway.places import Places
 from http_gateway.wire import RouterLink
 from observability.logs import fields
@@ -75,12 +76,17 @@ class GatewayServer:
         self._config = config
         self._host = host
         self._port = port
+        self._is_retiring = asyncio.Event()
+        self._listener: socket.socket | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._link: RouterLink | None = None
 
-    async def start(self) -> str:
+    async def start(self, listener: socket.socket | None = None) -> str:
         """Listen; return the address, host:port.
+
+        Args:
+            listener: A socket that listens there already, as a predecessor's does.
 
         Raises:
             OSError: The address cannot be bound.
@@ -88,7 +94,7 @@ class GatewayServer:
             InvalidRequestError: A file of router_tls cannot be used.
         """
         context = self._door.ssl_context(self._host)
-        listener = _listen(self._host, self._port)
+        self._listener = listener = listener or _listen(self._host, self._port)
         self._link = RouterLink(
             self._find_routers,
             request_timeout_s=self._config.request_timeout_s,
@@ -101,7 +107,7 @@ class GatewayServer:
         refusals = RareLine(log, logging.INFO, "connection_refused")
         settings: dict[str, Any] = {
             "app": build_app(self._link, self._config, is_local=is_loopback_host(self._host)),
-            "http": partial(Connection, self._config, places, refusals),
+            "http": partial(Connection, self._config, places, refusals, self._is_retiring),
             "ws": "none",
             "lifespan": "off",
             "log_config": None,
@@ -122,6 +128,28 @@ class GatewayServer:
         """Wait until a request would find a worker; see RouterLink. Needs `start`."""
         assert self._link is not None
         await self._link.wait_ready(waits)
+
+    def hand_over(self, path: str) -> None:
+        """Send a copy of the listener to a successor; see handover. Needs `start`."""
+        assert self._listener
+        send_listener(self._listener, path)
+
+    async def retire(self, grace_s: float) -> None:
+        """Leave new connections to a successor that listens, give others `grace_s` seconds, stop.
+
+        A connection's next answer tells its client that it closes; without a next request it closes
+        as an idle one always does, because a client may be sending one.
+        """
+        if not self._server:
+            return
+        await self._server.close_listener()
+        self._is_retiring.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                # What was accepted last is unknown while it begins TLS.
+                await asyncio.sleep(self._config.head_timeout_s)
+                await self._server.wait_without_connections()
+        await self.stop(0.0)
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more requests, give running answers `grace_s` seconds, then end them.
@@ -178,6 +206,20 @@ class _Server(uvicorn.Server):
             self.servers.append(server)
             each.listen(BACKLOG)
         self.started = True
+
+    async def close_listener(self) -> None:
+        """Accept no more connections, and keep those that are accepted."""
+        loop = asyncio.get_running_loop()
+        for listener in (each for server in self.servers for each in server.sockets):
+            loop.remove_reader(listener)
+        # Once closed, asyncio's server would drop those that it has accepted in this turn.
+        await asyncio.sleep(0)
+        for each in self.servers:
+            each.close()
+
+    async def wait_without_connections(self) -> None:
+        """Wait until all connections have ended."""
+        await self._wait_tasks_to_complete()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let answers end within the grace, then have the others say why they do not."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -13,6 +14,7 @@ import grpc
 
 from credentials.door import Door
 from http_gateway.config import GatewayConfig
+from http_gateway.handover import receive_listener
 from http_gateway.server import GatewayServer
 from pagewire import Tls
 from pagewire.protos import inference_pb2, worker_pb2_grpc
@@ -116,9 +118,13 @@ def gateway(
     door: Door | None = None,
     router_tls: Tls | None = None,
     needs_tenants: bool = False,
+    predecessor: Gateway | None = None,
     **config: Any,
 ) -> Iterator[Gateway]:
-    """Serve HTTP before a backend; nobody may log an error meanwhile."""
+    """Serve HTTP before a backend; nobody may log an error meanwhile.
+
+    With a predecessor, at its address, and from its listener.
+    """
     started: list[Gateway] = []
     failures: list[BaseException] = []
     is_up = threading.Event()
@@ -139,7 +145,7 @@ def gateway(
                 router_tls=router_tls,
                 needs_tenants=needs_tenants,
             )
-            address = await server.start()
+            address = await server.start(predecessor and await _listener_of(predecessor))
             stops.append(stop)
             scheme = "https" if door else "http"
             loop = asyncio.get_running_loop()
@@ -172,6 +178,13 @@ def gateway(
     assert not thread.is_alive()
     assert not failures, failures
     assert not errors.lines, errors.lines
+
+
+async def _listener_of(other: Gateway) -> socket.socket:
+    async def ask(path: str) -> None:
+        other.server.hand_over(path)
+
+    return await receive_listener(ask)
 
 
 class _Errors(logging.Handler):
