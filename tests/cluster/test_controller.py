@@ -675,6 +675,7 @@ def test_a_cluster_that_stops_changes_no_more(world):
             world.controller.scale({"decode": 3}, 1.0),
             world.controller.drain("decode-1", 1.0),
             world.controller.move("decode-1", "prefill", 1.0),
+            world.controller.succeed_gateway(1.0),
         ):
             with pytest.raises(Stopping, match="run `pagewire down` again"):
                 await change

@@ -21,7 +21,7 @@ from cluster.errors import ConfigError, PlacementError, RayLost, StartError
 from cluster.launch import StartWatch, device_of_ray, start_cluster, start_local_ray
 from cluster.placement import (
     CONTROLLER_NAME,
-    GATEWAY_NAME,
+    FIRST_GATEWAY,
     ROUTER_NAME,
     _of_worker,
     _resources,
@@ -285,7 +285,7 @@ def deploy(started):
 def test_what_a_user_sets_about_grpc_reaches_all_that_use_it(placed):
     deploy(deployment({}))
 
-    assert set(placed) == {"prefill-0", "decode-0", ROUTER_NAME, GATEWAY_NAME}
+    assert set(placed) == {"prefill-0", "decode-0", ROUTER_NAME, FIRST_GATEWAY}
     for options, _ in placed.values():
         assert options["runtime_env"]["env_vars"]["GRPC_VERBOSITY"] == "ERROR"
 
@@ -307,7 +307,7 @@ def test_what_a_worker_has_of_its_own_is_set_for_it_alone(placed):
 
     own = {name: options.get("runtime_env") for name, (options, _) in placed.items()}
     on_first = {"env_vars": {"CUDA_VISIBLE_DEVICES": "0"}}
-    alone = {ROUTER_NAME: None, GATEWAY_NAME: None}
+    alone = {ROUTER_NAME: None, FIRST_GATEWAY: None}
     assert own == {"prefill-0": on_first, "decode-0": on_first, **alone}
 
 
@@ -315,14 +315,23 @@ def test_a_gateway_is_placed_beside_the_router_unless_there_is_none(placed):
     options = {"host": "0.0.0.0", "http_gateway.max_prompts": 3}
 
     deploy(deployment({**options, "http_port": 0}))
-    assert GATEWAY_NAME not in placed
+    assert FIRST_GATEWAY not in placed
     deploy(deployment({**options, "http_port": 8123}))
-    start = placed[GATEWAY_NAME][1]
+    start = placed[FIRST_GATEWAY][1]
     assert (start.config.max_prompts, start.host, start.port) == (3, "0.0.0.0", 8123)
     assert (start.network_interface, start.router_name) == ("", ROUTER_NAME)
     assert (start.tls, start.router_tls) == (TlsSettings(), None)
-    for name in (GATEWAY_NAME, ROUTER_NAME):
+    for name in (FIRST_GATEWAY, ROUTER_NAME):
         assert list(placed[name][0]["resources"]) == ["node:h"], "at the host of who started it"
+
+
+def test_a_gateway_that_has_taken_over_is_found_and_none_is_placed_beside_it(placed, monkeypatch):
+    names = ["http-gateway-10", "http-gateway-9", ROUTER_NAME]
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda: names)
+
+    deploy(deployment({}))
+
+    assert set(placed) == {"prefill-0", "decode-0", ROUTER_NAME, "http-gateway-10"}
 
 
 def test_each_process_gets_the_keys_of_its_own_part_which_nothing_prints(placed, caplog):
@@ -331,7 +340,7 @@ def test_each_process_gets_the_keys_of_its_own_part_which_nothing_prints(placed,
 
     starts = {name: start for name, (_, start) in placed.items()}
     router = starts.pop(ROUTER_NAME).settings
-    assert not hasattr(starts.pop(GATEWAY_NAME), "keys")
+    assert not hasattr(starts.pop(FIRST_GATEWAY), "keys")
     keys = {name: start.keys for name, start in starts.items()}
     keys[ROUTER_NAME] = router.keys.party
     assert {(each.role, each.name) for each in keys.values()} == {
@@ -627,6 +636,24 @@ def test_only_what_is_waited_for_is_told(monkeypatch, late, words):
     assert said == (words + ready if late else [])
 
 
+def test_the_http_address_is_that_of_the_gateway_that_stays(monkeypatch):
+    actors = {f"http-gateway-{number}": FakeActor(f"h:{number}") for number in (10, 9)}
+    actors |= {ROUTER_NAME: FakeActor("h:1"), CONTROLLER_NAME: object()}
+    facts = SimpleNamespace(
+        workers=SimpleNamespace(leaving=frozenset()), config=load_config(None, {}), device="cpu"
+    )
+    monkeypatch.setattr(launch, "named_actors", lambda: actors)
+    monkeypatch.setattr(ray, "wait", lambda calls, num_returns, timeout: (calls[:num_returns], []))
+    monkeypatch.setattr(ray, "get", lambda call: call.address)
+    monkeypatch.setattr(launch, "LoadWatch", lambda *_: SimpleNamespace(look=lambda: None))
+    monkeypatch.setattr(launch, "wait_until_served", lambda *_: 576)
+
+    found = launch.find_cluster(facts, time.monotonic() + 5.0, StartWatch())
+
+    assert found.http_address == "h:10"
+    assert "http-gateway-9" not in found.actors, "it may end at any moment"
+
+
 @pytest.mark.parametrize(
     ("error", "logged"),
     [
@@ -646,7 +673,8 @@ def test_the_end_of_a_cluster(monkeypatch, caplog, name, error, logged):
             raise error
         ended.append(call)
 
-    names = [CONTROLLER_NAME, ROUTER_NAME, GATEWAY_NAME, "decode-0", "prefill-0"]
+    ends = "http-gateway-9"  # and another one has taken over
+    names = [CONTROLLER_NAME, ROUTER_NAME, ends, "http-gateway-10", "decode-0", "prefill-0"]
     monkeypatch.setattr(launch, "named_actors", lambda: {each: Stopping(each) for each in names})
     monkeypatch.setattr(launch, "kill_cluster", lambda: ended.append("all"))
     monkeypatch.setattr(ray, "get", get)

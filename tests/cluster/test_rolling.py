@@ -122,6 +122,25 @@ def test_a_worker_that_the_router_cannot_use_is_not_waited_for(monkeypatch):
     assert cluster.looks == 10
 
 
+def test_a_gateway_is_named_without_its_number_and_replaced_by_the_controller(monkeypatch):
+    cluster = Cluster(monkeypatch)
+    cluster.listed += ["http-gateway-9", "http-gateway-10"]
+    graces = []
+    cluster.succeed_gateway = SimpleNamespace(remote=graces.append)
+    said = []
+
+    told = "NAME: found 'http-gateway-10'; allowed: prefill-0, decode-0, router-0, http-gateway$"
+    with pytest.raises(ConfigError, match=told):
+        restart_cluster(cluster, ["http-gateway-10"], 7.0, said.append)
+    restart_cluster(cluster, ["http-gateway"], 7.0, said.append)
+
+    assert graces == [7.0]
+    assert said == [
+        "another http-gateway starts; then requests of this one have 7 s to end",
+        "http-gateway has been replaced after 0 s, 1 of 1",
+    ]
+
+
 def test_a_name_given_twice_is_refused(monkeypatch):
     cluster = Cluster(monkeypatch)
     said = []

@@ -13,11 +13,10 @@ from cluster.deployment import Deployment
 from cluster.placement import place_gateway
 from credentials.secret import ClusterSecret
 from http_gateway.actor import FIND_TIMEOUT_S, GatewayActor
-from observability.serving_process import CLOSE_TIMEOUT_S
 from observability.tracing import begin_trace
 from pagewire import UnavailableError
 from pagewire.protos.trace_context import NO_TRACE
-from tests.support.virtual_time import run_virtual, wait_until
+from tests.support.virtual_time import run_virtual
 
 LOST = ray.exceptions.ActorUnavailableError("task 7 may or may not have been executed", None)
 
@@ -29,6 +28,17 @@ def find(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], Awaitable[str]]) 
     actor: Any = GatewayActor.__new__(GatewayActor)
     actor._router_name = "router-0"
     return actor._find_routers()
+
+
+def cluster_at(port: int, **options: str) -> Deployment:
+    return Deployment(
+        config=load_config(None, {"http_port": port, **options}),
+        device="cpu",
+        secret=ClusterSecret.generate(),
+        home_resource="node:h",
+        environment={},
+        visible_gpus=None,
+    )
 
 
 def test_a_router_that_restarts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,15 +84,7 @@ def test_a_gateway_in_a_cluster_traces_as_the_cluster_does_while_it_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("cluster.placement.place", lambda actor, name, options, start: start)
-    endpoint = "http://127.0.0.1:9/v1/traces"
-    deployment = Deployment(
-        config=load_config(None, {"http_port": 0, "tracing.endpoint": endpoint}),
-        device="cpu",
-        secret=ClusterSecret.generate(),
-        home_resource="node:h",
-        environment={},
-        visible_gpus=None,
-    )
+    deployment = cluster_at(0, **{"tracing.endpoint": "http://127.0.0.1:9/v1/traces"})
 
     def is_traced() -> bool:
         return begin_trace("POST /v1/completions", NO_TRACE).is_traced
@@ -97,21 +99,59 @@ def test_a_gateway_in_a_cluster_traces_as_the_cluster_does_while_it_serves(
     asyncio.run(main())
 
 
-def test_a_gateway_that_restarts_ends_though_its_server_does_not_stop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    codes: list[int] = []
-    monkeypatch.setattr("os._exit", codes.append)
+async def health(address: str) -> None:
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 ")
+    writer.close()
 
-    class Server:
-        async def stop(self, grace_s: float) -> None:
-            await asyncio.Event().wait()
+
+@pytest.mark.parametrize("has_come_back", [False, True])
+def test_a_gateway_takes_over_from_its_predecessor_and_when_it_has_died_binds_the_port_itself(
+    monkeypatch: pytest.MonkeyPatch, has_come_back: bool
+) -> None:
+    monkeypatch.setattr("cluster.placement.place", lambda actor, name, options, start: start)
+    context = SimpleNamespace(was_current_actor_reconstructed=has_come_back)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    asked: list[str] = []
 
     async def main() -> None:
-        actor: Any = GatewayActor.__new__(GatewayActor)
-        actor._server, actor._ending = Server(), None
-        await actor.restart(10.0)
-        await wait_until(lambda: bool(codes), timeout_s=10.0 + CLOSE_TIMEOUT_S + 1.0)
+        old: Any = GatewayActor.__new__(GatewayActor)
+        await old.__init__(place_gateway(cluster_at(0)))
+        address = await old.wait_ready()
+        await health(address)
 
-    run_virtual(main())
-    assert codes == [1]
+        def get_actor(name: str) -> Any:
+            asked.append(name)
+            return SimpleNamespace(hand_over=SimpleNamespace(remote=old.hand_over))
+
+        monkeypatch.setattr(ray, "get_actor", get_actor)
+        new: Any = GatewayActor.__new__(GatewayActor)
+        deployment = cluster_at(int(address.rpartition(":")[2]))
+        if has_come_back:
+            await old.retire(0.0)
+        await new.__init__(
+            place_gateway(deployment, "http-gateway-1", predecessor="http-gateway-0")
+        )
+        await old.retire(0.0)
+        assert await new.wait_ready() == address
+        await health(address)
+        await new.stop(0.0)
+
+    asyncio.run(main())
+    assert asked == ([] if has_come_back else ["http-gateway-0"])
+
+
+def test_a_gateway_that_cannot_take_over_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.placement.place", lambda actor, name, options, start: start)
+    context = SimpleNamespace(was_current_actor_reconstructed=False)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+
+    def get_actor(name: str) -> Any:
+        raise ValueError(f"there is no {name}")
+
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    actor: Any = GatewayActor.__new__(GatewayActor)
+    start = place_gateway(cluster_at(0), "http-gateway-1", predecessor="http-gateway-0")
+    with pytest.raises(ValueError, match="there is no http-gateway-0"):
+        asyncio.run(actor.__init__(start))
