@@ -11,8 +11,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 
@@ -689,13 +691,35 @@ def routers_outside(cluster, model_dir, tmp_path, count):
             each.communicate(timeout=10)
 
 
-def test_a_killed_gateway_comes_back_at_its_address(cluster):
-    from cluster.placement import GATEWAY_NAME
+def test_a_restart_of_the_gateway_fails_no_request_and_a_killed_one_comes_back(cluster):
+    import ray
+
+    from cluster.placement import gateways
+    from cluster.rolling import restart_cluster
 
     prompt = prompt_of("gateway", 50)
     before = ask_http(cluster, prompt)
-    old_pid = cluster.pid(GATEWAY_NAME)
+    is_over = threading.Event()
 
+    def keep_asking():
+        """Ask every 50 ms, on another connection each time."""
+        answers = [before]
+        while not is_over.wait(0.05):
+            answers.append(ask_http(cluster, prompt))
+        return answers
+
+    with ThreadPoolExecutor() as threads:
+        asking = threads.submit(keep_asking)
+        try:
+            restart_cluster(cluster.controller, ["http-gateway"], 1.0, lambda line: None)
+            while (names := gateways(ray.util.list_named_actors())) != ["http-gateway-1"]:
+                assert "http-gateway-1" in names
+                time.sleep(0.1)
+        finally:
+            is_over.set()
+        assert set(asking.result()) == {before}
+
+    old_pid = cluster.pid("http-gateway-1")
     os.kill(old_pid, signal.SIGKILL)
 
     deadline = time.monotonic() + 30
@@ -707,7 +731,7 @@ def test_a_killed_gateway_comes_back_at_its_address(cluster):
             assert time.monotonic() < deadline
             time.sleep(0.1)
     assert after == before
-    assert cluster.pid(GATEWAY_NAME) != old_pid
+    assert cluster.pid("http-gateway-1") != old_pid
 
 
 def ask_http(cluster, prompt):
