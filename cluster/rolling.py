@@ -57,7 +57,9 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
     for number, name in enumerate(names, 1):
         with told_at_interrupt(f"{name} restarts by itself; the others are unchanged"):
             began = time.monotonic()
+            does = "serves again"
             if name == GATEWAY_NAME:
+                does = "has been replaced"
                 say(f"another {name} starts; then requests of this one have {grace_s:g} s to end")
                 start_s = facts.config.start_timeout_s + ANSWER_TIMEOUT_S
                 ask(controller.succeed_gateway.remote(grace_s), start_s)
@@ -66,7 +68,6 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
                 deadline = began + grace_s + facts.config.start_timeout_s
                 restart = _restart_worker if is_worker(name) else _restart_router
                 restart(controller, name, grace_s, deadline)
-            does = "has been replaced" if name == GATEWAY_NAME else "serves again"
             seconds = time.monotonic() - began
             say(f"{name} {does} after {seconds:.0f} s, {number} of {len(names)}")
 
