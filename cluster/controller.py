@@ -285,6 +285,8 @@ class ControllerActor:
             )
         async with self._succession:
             present = gateways(ray.util.list_named_actors())
+            if not present:
+                raise StartError(f"{GATEWAY_NAME} has ended meanwhile; see `pagewire status`")
             name = successor_of(present[-1])
             successor = place_gateway(self._deployment, name, predecessor=present[-1])
             timeout_s = self._deployment.config.start_timeout_s

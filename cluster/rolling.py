@@ -49,6 +49,11 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
             raise ConfigError(f"NAME: found {name!r} twice; allowed: each name once")
         if is_worker(name):
             check_restart(workers, name)
+        if name == GATEWAY_NAME and not hasattr(controller, "succeed_gateway"):
+            raise StartError(
+                f"{name}: the cluster's controller runs older code, which cannot replace it; "
+                "nothing has changed; name the other processes, or use `pagewire down` and `up`"
+            )
     with told_at_interrupt(NOTHING_CHANGED):
         _check_contracts(
             ask(controller.contract_versions.remote(), CODE_TIMEOUT_S + ANSWER_TIMEOUT_S)

@@ -109,3 +109,15 @@ def test_a_gateway_that_does_not_start_is_ended_and_the_running_one_stays(world,
             assert gateways.told == number * calls
 
     asyncio.run(main())
+
+
+def test_a_gateway_that_has_ended_meanwhile_is_told(world, gateways):
+    world.names[:] = [each for each in world.names if not each.startswith("http-gateway")]
+
+    async def main():
+        await world.controller.__init__(world.deployment)
+        with pytest.raises(StartError, match=r"^http-gateway has ended meanwhile"):
+            await gateways.controller.succeed_gateway(0.0)
+
+    asyncio.run(main())
+    assert gateways.told == []

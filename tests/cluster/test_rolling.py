@@ -141,6 +141,17 @@ def test_a_gateway_is_named_without_its_number_and_replaced_by_the_controller(mo
     ]
 
 
+def test_a_controller_of_older_code_is_told_of_before_anything_restarts(monkeypatch):
+    cluster = Cluster(monkeypatch)
+    cluster.listed.append("http-gateway-0")
+    said = []
+
+    with pytest.raises(StartError, match=r"^http-gateway: the cluster's controller runs older"):
+        restart_cluster(cluster, [], 7.0, said.append)
+
+    assert said == []
+
+
 def test_a_name_given_twice_is_refused(monkeypatch):
     cluster = Cluster(monkeypatch)
     said = []
