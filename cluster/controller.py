@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -108,7 +109,7 @@ class ControllerActor:
         self._started_at = _now()
         self._is_closed = False
         self._succession = asyncio.Lock()  # held while a gateway takes over from another
-        self._retiring: set[asyncio.Task[None]] = set()  # gateways
+        self._retiring: dict[str, asyncio.Task[None]] = {}  # gateway |-> what ends it
         keys = deployment.secret.keys_of("controller", CONTROLLER_NAME)
         try:
             host = own_address(config)
@@ -300,10 +301,10 @@ class ControllerActor:
                     f"another {GATEWAY_NAME} did not start: {why}; the running one is unchanged"
                 ) from error
         log.info("gateway_succeeded", extra=fields(name=name, grace_s=grace_s))
-        for each in present:  # more than one if an earlier controller died meanwhile
-            task = asyncio.create_task(_retire(each, grace_s))
-            self._retiring.add(task)
-            task.add_done_callback(self._retiring.discard)
+        for each in present:  # also those that an earlier controller, since dead, should have ended
+            if each not in self._retiring:  # an earlier restart may have given it a longer grace
+                self._retiring[each] = task = asyncio.create_task(_retire(each, grace_s))
+                task.add_done_callback(partial(self._retiring.pop, each))
 
     async def evacuate(self, node_id: str, grace_s: float) -> frozenset[str]:
         """Let the workers of a host end there, and start elsewhere when there is room.

@@ -86,6 +86,24 @@ def test_those_before_it_retire_when_a_gateway_serves_and_ray_starts_none_of_the
     asyncio.run(main())
 
 
+def test_another_restart_leaves_one_that_retires_the_grace_it_has(world, gateways):
+    world.names.remove("http-gateway-9")
+
+    async def main():
+        await world.controller.__init__(world.deployment)
+        for number, grace_s in ((11, 60.0), (12, 1.0)):
+            restart = asyncio.create_task(gateways.controller.succeed_gateway(grace_s))
+            await asyncio.sleep(0.01)
+            gateways.ready[f"http-gateway-{number}"].set_result("h:1")
+            await restart
+            world.names.append(f"http-gateway-{number}")
+            await asyncio.sleep(0.01)
+        retired = [call for call in gateways.told if call[0] == "retire"]
+        assert retired == [("retire", "http-gateway-10", 60.0), ("retire", "http-gateway-11", 1.0)]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_gateway_that_does_not_start_is_ended_and_the_running_one_stays(world, gateways, is_late):
     config = replace(world.deployment.config, start_timeout_s=0.05)
