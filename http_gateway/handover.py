@@ -30,6 +30,7 @@ async def receive_listener(ask: Callable[[str], Awaitable[None]]) -> socket.sock
 
     Raises:
         NotPassedOn: It did not answer in time, or another user did.
+        OSError: /tmp cannot be written.
         Exception: What `ask` raises.
     """
     with (  # a short path: those of unix sockets have at most 107 bytes
