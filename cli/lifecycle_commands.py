@@ -199,7 +199,7 @@ def restart(config: ClusterConfig, names: list[str] | None, grace_s: float | Non
     Without NAME, all of them. Each starts with the current code and model files. Requests on a
     worker have --grace-s to end there, then continue elsewhere. Streams of the router continue at
     another one, or at the same one when it is back. Another gateway takes over from the running
-    one: no HTTP request fails.
+    one, whose answers have --grace-s to end: no HTTP request is refused.
     """
     with _running(config) as controller:
         from cluster.rolling import restart_cluster

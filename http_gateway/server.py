@@ -137,8 +137,9 @@ class GatewayServer:
     async def retire(self, grace_s: float) -> None:
         """Leave new connections to a successor that listens, give others `grace_s` seconds, stop.
 
-        A connection's next answer tells its client that it closes; without a next request it closes
-        as an idle one always does, because a client may be sending one.
+        A connection's next answer tells its client that it closes. Without a next request it closes
+        as an idle one always does, because a client may be sending one; at the latest it closes at
+        the end of the grace.
         """
         if not self._server:
             return
