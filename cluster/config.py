@@ -76,8 +76,8 @@ class ClusterConfig:
     served_model_name: str = option(
         "",
         "Name of the model; default: that of its folder or GGUF file.",
-        accepts=lambda name: len(name) <= MAX_MODEL_NAME_CHARS,
-        accepted=f"at most {MAX_MODEL_NAME_CHARS} characters",
+        accepts=lambda name: isinstance(name, str) and len(name) <= MAX_MODEL_NAME_CHARS,
+        accepted=f"a text of at most {MAX_MODEL_NAME_CHARS} characters",
     )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "Device of the workers; auto: CUDA if there is a GPU."

@@ -269,6 +269,8 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("prefill: yes", ["prefill: found yes, which YAML takes for true; allowed: an integer"]),
         ("prefill: Off", ["prefill: found Off, which YAML takes for false; allowed: an integer"]),
         ("start_timeout_s: .nan", ["start_timeout_s: found nan; allowed: a finite number above 0"]),
+        ("served_model_name: 8", ["served_model_name: found 8; allowed: a text of at most 1024"]),
+        ("served_model_name: [a]", ["served_model_name: found ['a']; allowed: a text of at most"]),
         ("model: 5", ["model: found 5; allowed: the path of a checkpoint folder or GGUF file"]),
         (
             'model: ""',
@@ -521,7 +523,7 @@ def test_keys_given_twice_hide_no_other_error(tmp_path):
 
 
 def test_the_name_of_a_model_is_no_longer_than_routers_accept():
-    with pytest.raises(ConfigError, match="allowed: at most 1024 characters"):
+    with pytest.raises(ConfigError, match="allowed: a text of at most 1024 characters"):
         load_config(None, {"served_model_name": "m" * 1025})
 
 
