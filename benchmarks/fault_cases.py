@@ -229,8 +229,8 @@ FAULTS: Mapping[str, Fault] = {
         lasts_s=HANG_S,
     ),
     "partition/one-way": Fault(
-        what="a host of workers gets nothing from the head's host, which gets all it sends, for "
-        "10 s",
+        what="all that the head's host sends to a host of workers is lost for 10 s, nothing of the "
+        "other direction",
         begin=lose_one_way,
         lasts_s=HANG_S,
     ),

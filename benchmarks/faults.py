@@ -12,7 +12,7 @@ that the interrupted streams must have had.
     partition/workers   the host of a prefill and a decode worker loses its network for ten seconds
     partition/long      until Ray declares it dead, and a while longer
     partition/pair      the two such hosts do not reach each other, all others reach both
-    partition/one-way   the host of the head, with the router, reaches one such host only to receive
+    partition/one-way   what the head's host, with the router, sends to one such host is lost
     loss/workers        that host loses power, and comes back empty
     loss/head           so does the host of Ray's head, the controller and a router for a minute
     disk/full           a host has no room left for logs and Ray's files, for ten seconds
