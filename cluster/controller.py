@@ -70,6 +70,7 @@ log = logging.getLogger(__name__)
 
 PUSH_TIMEOUT_S = 5.0
 REPLACE_PERIOD_S = 5.0
+SERVES_S = 2.0  # for a gateway that serves to say so
 CODE_TIMEOUT_S = 60.0  # for a process to start on each host
 
 
@@ -301,8 +302,12 @@ class ControllerActor:
                     f"another {GATEWAY_NAME} did not start: {why}; the running one is unchanged"
                 ) from error
         log.info("gateway_succeeded", extra=fields(name=name, grace_s=grace_s))
-        for each in present:  # also those that an earlier controller, since dead, should have ended
-            if each not in self._retiring:  # an earlier restart may have given it a longer grace
+        self._retire(present, grace_s)
+
+    def _retire(self, names: Iterable[str], grace_s: float) -> None:
+        """Have gateways end; those that retire already keep the grace that they have."""
+        for each in names:
+            if each not in self._retiring:
                 self._retiring[each] = task = asyncio.create_task(_retire(each, grace_s))
                 task.add_done_callback(partial(self._retiring.pop, each))
 
@@ -482,6 +487,7 @@ class ControllerActor:
                 # Ray answers late while its head is away.
                 existing = frozenset(await asyncio.to_thread(ray.util.list_named_actors))
                 self._replace_missing(existing)
+                await self._retire_left_over(existing)
             except Exception:
                 log.exception("replacing_failed")
 
@@ -498,6 +504,19 @@ class ControllerActor:
         for name, where in self._places_for(sorted(missing)).items():
             log.warning("worker_replaced", extra=fields(worker_id=name))
             self._place(name, where)
+
+    async def _retire_left_over(self, existing: frozenset[str]) -> None:
+        """Have gateways end that a controller, since dead, has replaced.
+
+        If such a one crashed, Ray would start it again and again: the port is its successor's.
+        """
+        *old, present = gateways(existing) or [""]
+        if self._succession.locked() or not set(old) - self._retiring.keys():
+            return
+        with suppress(ray.exceptions.RayError, TimeoutError):  # the next look may find it serving
+            serving: Any = ray.get_actor(present).wait_ready.remote()
+            await asyncio.wait_for(serving, SERVES_S)
+            self._retire(old, self._deployment.config.stop_grace_s)
 
     async def _dismiss(self, names: tuple[str, ...], grace_s: float) -> None:
         """Have workers leave: first the routers stop sending them requests."""

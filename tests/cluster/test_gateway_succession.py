@@ -139,3 +139,27 @@ def test_a_gateway_that_has_ended_meanwhile_is_told(world, gateways):
 
     asyncio.run(main())
     assert gateways.told == []
+
+
+def test_a_controller_has_those_end_that_an_earlier_one_has_replaced(world, gateways, monkeypatch):
+    monkeypatch.setattr(module, "REPLACE_PERIOD_S", 0.001)
+
+    async def main():
+        present = gateways.ready["http-gateway-10"] = asyncio.get_running_loop().create_future()
+        present.set_exception(ray.exceptions.ActorUnavailableError("it starts", None))
+        await world.controller.__init__(world.deployment)
+        await asyncio.sleep(0.05)
+        assert gateways.told == [], "nobody else would serve"
+
+        present = gateways.ready["http-gateway-10"] = asyncio.get_running_loop().create_future()
+        present.set_result("h:1")
+        await asyncio.sleep(0.05)
+        grace_s = world.deployment.config.stop_grace_s
+        assert gateways.told == [("retire", "http-gateway-9", grace_s)]
+
+        gateways.ended["http-gateway-9"].set_result(None)
+        world.names.remove("http-gateway-9")
+        await asyncio.sleep(0.05)
+        assert gateways.told[1:] == [("kill", "http-gateway-9")]
+
+    asyncio.run(main())
