@@ -341,12 +341,12 @@ def end_cluster(grace_s: float, begun: Callable[[], None] = lambda: None) -> Non
         grace_s: Seconds for its running requests.
         begun: Called when the cluster has begun to stop.
     """
-    actors = named_actors()
     timeout_s = grace_s + STOP_MARGIN_S
-    controller, router = actors.get(CONTROLLER_NAME), actors.get(ROUTER_NAME)
-    if controller is not None:
+    if (controller := named_actors().get(CONTROLLER_NAME)) is not None:
         _wait_stopped([controller.close.remote()], timeout_s)
     begun()
+    actors = named_actors()  # the controller has placed all that it ever will
+    router = actors.get(ROUTER_NAME)
     stopping = [] if router is None else [router.stop.remote(grace_s)]
     for name in gateways(actors):
         stopping.append(actors[name].stop.remote(grace_s + GATEWAY_MARGIN_S))

@@ -675,11 +675,12 @@ def test_the_end_of_a_cluster(monkeypatch, caplog, name, error, logged):
 
     ends = "http-gateway-9"  # and another one has taken over
     names = [CONTROLLER_NAME, ROUTER_NAME, ends, "http-gateway-10", "decode-0", "prefill-0"]
-    monkeypatch.setattr(launch, "named_actors", lambda: {each: Stopping(each) for each in names})
+    listed = [CONTROLLER_NAME]  # which places the rest before it closes
+    monkeypatch.setattr(launch, "named_actors", lambda: {each: Stopping(each) for each in listed})
     monkeypatch.setattr(launch, "kill_cluster", lambda: ended.append("all"))
     monkeypatch.setattr(ray, "get", get)
 
-    launch.end_cluster(1.0)
+    launch.end_cluster(1.0, lambda: listed.extend(names[1:]))
 
     assert [each.getMessage() for each in caplog.records] == logged
     assert ended == [*(each for each in names if each != name), "all"], "each is waited for"
