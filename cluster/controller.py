@@ -308,7 +308,7 @@ class ControllerActor:
         """Have gateways end; those that retire already keep the grace that they have."""
         for each in names:
             if each not in self._retiring:
-                self._retiring[each] = task = asyncio.create_task(_retire(each, grace_s))
+                self._retiring[each] = task = asyncio.create_task(_end_gateway(each, grace_s))
                 task.add_done_callback(partial(self._retiring.pop, each))
 
     async def evacuate(self, node_id: str, grace_s: float) -> frozenset[str]:
@@ -551,15 +551,17 @@ class ControllerActor:
         await self._members.wait_applied(PUSH_TIMEOUT_S)
 
 
-async def _retire(gateway: str, grace_s: float) -> None:
+async def _end_gateway(gateway: str, grace_s: float) -> None:
     """Have a gateway end; if its process dies before that, Ray starts no other one."""
-    with suppress(ValueError):  # it has ended
+    try:
         actor: Any = ray.get_actor(gateway)
-        try:
-            await asyncio.wait_for(actor.retire.remote(grace_s), grace_s + CLOSE_TIMEOUT_S)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            log.warning("retire_failed", extra=fields(name=gateway, error=last_line(error)))
-        ray.kill(actor, no_restart=True)
+    except ValueError:  # it has ended
+        return
+    try:
+        await asyncio.wait_for(actor.retire.remote(grace_s), grace_s + CLOSE_TIMEOUT_S)
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        log.warning("retire_failed", extra=fields(name=gateway, error=last_line(error)))
+    ray.kill(actor, no_restart=True)
 
 
 def own_address(config: ClusterConfig) -> str:
