@@ -12,7 +12,6 @@ calls yet.
 import asyncio
 import logging
 import os
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -59,6 +58,7 @@ from credentials.door import ClusterLinks
 from credentials.party import CONTROLLER_NAME
 from credentials.secret import RouterKeys
 from llm_engine.model_identity import ModelIdentity, read_identity
+from observability.actor import has_come_back
 from observability.last_line import last_line
 from observability.logs import configure_logging, fields
 from observability.serving_process import CLOSE_TIMEOUT_S
@@ -120,7 +120,7 @@ class ControllerActor:
             )
             self._address = await self._members.start()
         except Exception:
-            if not _has_come_back():
+            if not has_come_back():
                 raise  # the launcher reports it
             # Ray gives up an actor whose constructor raises, but restarts a dead process.
             log.exception("controller_start_failed")
@@ -431,7 +431,7 @@ class ControllerActor:
 
         A controller that has just come back knows of none that has died meanwhile.
         """
-        return worker_id in self._membership or (self._is_young() and _has_come_back())
+        return worker_id in self._membership or (self._is_young() and has_come_back())
 
     async def report_loaded(self, worker_id: str, done_bytes: int, total_bytes: int) -> None:
         """Note the progress of a worker's weights; fast loads are never reported."""
@@ -576,13 +576,6 @@ def own_address(config: ClusterConfig) -> str:
         return LOOPBACK
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     return address
-
-
-def _has_come_back() -> bool:
-    """Return whether this is not the controller's first process."""
-    # Ray's property uses a deprecated one of its own, and warns every user of a cluster of it.
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _now() -> float:

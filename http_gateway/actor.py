@@ -7,7 +7,6 @@ import asyncio
 import logging
 import os
 import socket
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ from credentials.config import TlsSettings
 from credentials.door import front_door
 from http_gateway.config import GatewayConfig
 from http_gateway.handover import receive_listener
+from observability.actor import has_come_back
 from observability.logs import configure_logging
 from observability.open_files import raise_file_limit
 from observability.serving_process import settle_process
@@ -70,11 +70,11 @@ class GatewayActor:
                 door=front_door(start.tls),
                 router_tls=start.router_tls,
             )
-            takes_over = start.predecessor and not _has_come_back()
+            takes_over = start.predecessor and not has_come_back()
             listener = await _listener_of(start.predecessor) if takes_over else None
             self._address = await self._server.start(listener)
         except Exception:
-            if not _has_come_back():
+            if not has_come_back():
                 raise  # the launcher reports it
             # Ray gives up an actor whose constructor raises, but restarts a dead process.
             log.exception("gateway_start_failed")
@@ -124,10 +124,3 @@ class GatewayActor:
 async def _listener_of(name: str) -> socket.socket:
     gateway: Any = ray.get_actor(name)
     return await receive_listener(gateway.hand_over.remote)
-
-
-def _has_come_back() -> bool:
-    """Return whether this is not the actor's first process."""
-    # Ray's property uses a deprecated one of its own, and warns every user of a cluster of it.
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        return bool(ray.get_runtime_context().was_current_actor_reconstructed)

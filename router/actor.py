@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from credentials.config import TlsSettings
+from observability.actor import has_come_back
 from observability.last_line import last_line
 from observability.logs import configure_logging, fields
 from observability.serving_process import stop_in_time
@@ -49,7 +50,7 @@ class RouterActor:
             self._process = RouterProcess(settings, self._find_controller)
             self._address = await self._process.start()
         except Exception:
-            if not ray.get_runtime_context().was_current_actor_reconstructed:
+            if not has_come_back():
                 raise  # the launcher reports it
             # Ray gives up an actor whose constructor raises, but restarts a dead process.
             log.exception("router_start_failed", extra=fields(router_id=settings.config.router_id))

@@ -6,7 +6,6 @@ Ray imports this wherever an actor is placed, so what serves is imported where i
 import asyncio
 import logging
 import os
-import warnings
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import ray
 from credentials.secret import PartyKeys
 from llm_engine.gpu_context import making_context
 from llm_engine.model_identity import ModelIdentity
+from observability.actor import has_come_back
 from observability.logs import configure_logging, fields
 from observability.serving_process import process_age_s, stop_in_time, without_collections
 from options.kept_by_name import kept_by_name
@@ -129,10 +129,7 @@ class WorkerActor(ABC, Generic[Config]):
 
     async def _was_ready(self) -> bool:
         call: Any = self._controller.was_ready.remote(self._settings.worker_id)
-        # Ray's property uses a deprecated one of its own, and warns every user of a cluster of it.
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            is_another = ray.get_runtime_context().was_current_actor_reconstructed
-        timeout_s = ANNOUNCE_TIMEOUT_S if is_another else CONTROLLER_START_S
+        timeout_s = ANNOUNCE_TIMEOUT_S if has_come_back() else CONTROLLER_START_S
         try:
             return bool(await asyncio.wait_for(call, timeout_s))
         except (ray.exceptions.RayError, TimeoutError):
