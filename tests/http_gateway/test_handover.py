@@ -60,6 +60,15 @@ def until(condition: Callable[[], Any], within_s: float = 10.0) -> None:
         time.sleep(0.005)
 
 
+@contextmanager
+def begun_stream(served: Gateway) -> Iterator[socket.socket]:
+    """The connection of a client whose stream has reached the router."""
+    with socket.create_connection(served.host_and_port, timeout=10) as stream:
+        stream.sendall(ask_text(stream=True))
+        until(lambda: served.backend.requests)
+        yield stream
+
+
 def retire(served: Gateway, grace_s: float) -> "Future[None]":
     return asyncio.run_coroutine_threadsafe(served.server.retire(grace_s), served.loop)
 
@@ -110,10 +119,8 @@ def test_no_request_fails_while_a_gateway_takes_over_and_a_running_stream_ends_w
     release = threading.Event()
     with (
         gateway(lambda: scripted(waiting_for(release)), **LIMITS) as old,
-        socket.create_connection(old.host_and_port, timeout=10) as stream,
+        begun_stream(old) as stream,
     ):
-        stream.sendall(ask_text(stream=True))
-        until(lambda: old.backend.requests)
         old.backend.script = two_words  # for what comes from now on
         with load(old) as asking, gateway(lambda: scripted(two_words), predecessor=old) as new:
             assert new.address == old.address
@@ -177,10 +184,8 @@ def test_what_outlasts_the_grace_of_a_gateway_that_retires_ends_as_when_it_stops
     with (
         gateway(lambda: scripted(waiting_for(threading.Event())), **LIMITS) as served,
         socket.create_connection(served.host_and_port, timeout=10) as idle,
-        socket.create_connection(served.host_and_port, timeout=10) as stream,
+        begun_stream(served) as stream,
     ):
-        stream.sendall(ask_text(stream=True))
-        until(lambda: served.backend.requests)
         retire(served, 0.3).result(10)
 
         assert b"the gateway stopped" in read_answer(stream, 0.0).body
@@ -209,10 +214,8 @@ def test_a_gateway_that_dies_while_its_predecessor_still_answers_comes_back_at_i
     release = threading.Event()
     with (
         gateway(lambda: scripted(waiting_for(release)), **LIMITS) as old,
-        socket.create_connection(old.host_and_port, timeout=10) as stream,
+        begun_stream(old) as stream,
     ):
-        stream.sendall(ask_text(stream=True))
-        until(lambda: old.backend.requests)
         with gateway(lambda: scripted(two_words), predecessor=old):
             ending = retire(old, 30.0)
             time.sleep(0.1)
