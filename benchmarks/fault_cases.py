@@ -84,7 +84,7 @@ def part(cluster: HostedCluster) -> Heal:
 
 
 def lose_one_way(cluster: HostedCluster) -> Heal:
-    """Lose what the head sends to a host of workers, which still reaches the head."""
+    """Lose what the head sends to a host of workers, but nothing of the other direction."""
     host = cluster.worker_hosts[0]
     cluster.head.lose_packets_to(host)
     return lambda: cluster.head.deliver_packets_to(host)

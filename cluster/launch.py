@@ -327,7 +327,7 @@ def wait_for_cluster(
         address=address,
         device=device,
         actors=actors,
-        http_address="".join(addresses[name] for name in gateways(addresses)),
+        http_address=next((addresses[name] for name in gateways(addresses)), ""),
         context_tokens=wait_until_served(
             address, own_client(config.tls_settings), router, workers, deadline, watch.check
         ),
