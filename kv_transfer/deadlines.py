@@ -13,7 +13,8 @@ class WaitKind(enum.Enum):
     GRANT = "grant"  # the sender accepts the request
     CHUNK = "chunk"  # the next chunk is computed
     SLOT = "slot"  # one of the connection's receive slots is free
-    POST = "post"  # the sender answers ChunkGo with ChunkPosted
+    POST = "post"  # the sender answers ChunkGo with ChunkPosted, once it has the digests
+    STOP = "stop"  # the sender answers Abort with its own
     TRANSFER = "transfer"  # a posted send or receive completes
     LOST = "lost"  # likewise, but the other side may be dead
     DIGEST = "digest"  # local digests are computed
@@ -50,7 +51,10 @@ class TransferDeadlines:
         above=0,
     )
     post_s: float = option(
-        2.0, "Time limit until the sender has posted a chunk that was asked for.", above=0
+        2.0,
+        "Time limit until the sender has posted a chunk that was asked for, beside digest_s, in "
+        "which it computes the digests; or until it has answered that it stops.",
+        above=0,
     )
     transfer_s: float = option(
         2.0,
@@ -99,6 +103,10 @@ class TransferDeadlines:
         match wait.kind:
             case WaitKind.TRANSFER:
                 return num_chunks * self.transfer_s + num_bytes / self.assumed_bytes_per_s
+            case WaitKind.POST:
+                return self.digest_s + self.post_s
+            case WaitKind.STOP:
+                return self.post_s
             case kind:
                 limit: float = getattr(self, f"{kind.value}_s")
                 return limit

@@ -4,10 +4,12 @@ One transfer, in order (receiver = decode worker, sender = prefill worker):
 
     receiver: reserves pages, begins an attempt with a fresh Ticket
     sender:   Granted
-    sender:   ChunkReady(k, digests)      as soon as chunk k is computed; several may be outstanding
-    receiver: ChunkGo(k)                  when one of the connection's receive slots is free
-    sender:   ChunkPosted(k, order)       the send is posted; the receiver posts its receive in turn
-    receiver: ChunkAck(k)                 digests verified, pages committed; the sender's lease ends
+    sender:   ChunkReady(k)         as soon as chunk k is computed; several may be outstanding
+    receiver: ChunkGo(k)            when one of the connection's receive slots is free
+    sender:   ChunkPosted(k, digests, order)
+                                    when the digests are known as well, the send is posted; the
+                                    receiver posts its receive in turn
+    receiver: ChunkAck(k)           digests verified, pages committed; the sender's lease ends
 
 Abort may come from either side at any point. See docs/protocol.md.
 """
@@ -34,12 +36,12 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class ChunkReady:
-    """A chunk is computed and can be sent."""
+    """A chunk is computed; its digests may not be known yet."""
 
     ticket: Ticket
     chunk: int  # 0, 1, 2 ... within the transfer
     first_page: int  # counted in pages of the prompt
-    digests: tuple[bytes, ...]  # one per page
+    num_pages: int
     is_last: bool  # holds the prompt's last page
 
 
@@ -57,6 +59,7 @@ class ChunkPosted:
 
     ticket: Ticket
     chunk: int
+    digests: tuple[bytes, ...]  # one per page, of the pages as computed
     order: int = 0  # 0, 1, 2 ... among all sends of the connection
 
 

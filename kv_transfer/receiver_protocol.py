@@ -1,10 +1,10 @@
 """Pure state machine of a transfer's receiver (the decode worker).
 
 Life of a chunk:
-1. ANNOUNCED   ChunkReady came with the digests
+1. ANNOUNCED   ChunkReady came
 2. WAITING     its turn for one of the connection's receive slots
-3. CALLED      ChunkGo was sent; the sender may post its send
-4. RECEIVING   ChunkPosted came; the receive is posted and writes into the pages
+3. CALLED      ChunkGo was sent; the sender may post its send, once it has the digests
+4. RECEIVING   ChunkPosted came with the digests; the receive is posted and writes into the pages
 5. RECEIVED    the slot is free; digests of what arrived are computed, chunk by chunk
 6. committed   digests are equal: Commit, then ChunkAck
 
@@ -69,6 +69,7 @@ class IncomingChunk:
 
     ready: ChunkReady
     stage: Stage = Stage.ANNOUNCED
+    digests: tuple[bytes, ...] = ()  # from RECEIVING on
 
     @property
     def chunk(self) -> int:
@@ -178,7 +179,9 @@ def waiting_for(state: ReceiverState) -> Wait | None:
     if (receiving := _first(state, Stage.RECEIVING)) is not None:
         return wait_for_posted(receiving.chunk, state.failure)
     if (called := _first(state, Stage.CALLED)) is not None:
-        return Wait(kind=WaitKind.POST, chunk=called.chunk)
+        # After a failure the sender's answer to Abort needs no digests.
+        kind = WaitKind.POST if state.failure is None else WaitKind.STOP
+        return Wait(kind=kind, chunk=called.chunk)
     if state.is_ended:
         return None
     if (waiting := _first(state, Stage.WAITING)) is not None:
@@ -227,12 +230,12 @@ def step(state: ReceiverState, event: ReceiverEvent) -> tuple[ReceiverState, Act
 def _announced(state: ReceiverState, ready: ChunkReady) -> tuple[ReceiverState, Actions]:
     if state.is_ended or ready.chunk < state.next_chunk:
         return state, ()
-    end = ready.first_page + len(ready.digests)
+    end = ready.first_page + ready.num_pages
     if (
         not state.is_granted
         or ready.chunk != state.next_chunk
         or ready.first_page != state.next_page
-        or not ready.digests
+        or ready.num_pages < 1
         or end > state.num_pages
         or ready.is_last != (end == state.num_pages)
     ):
@@ -256,14 +259,16 @@ def _call_next(state: ReceiverState) -> tuple[ReceiverState, Actions]:
     num_called = sum(c.stage in _CALLED_OR_WAITING for c in state.chunks)
     if announced is None or num_called >= MAX_CALLED:
         return state, ()
-    take = TakeSlot(announced.chunk, len(announced.ready.digests))
-    return _set_stage(state, announced.chunk, Stage.WAITING), (take,)
+    take = TakeSlot(announced.chunk, announced.ready.num_pages)
+    return _update(state, replace(announced, stage=Stage.WAITING)), (take,)
 
 
 def _called(state: ReceiverState, chunk: int) -> tuple[ReceiverState, Actions]:
-    if _find(state, chunk, Stage.WAITING) is None:
+    waiting = _find(state, chunk, Stage.WAITING)
+    if waiting is None:
         return state, ()
-    return _set_stage(state, chunk, Stage.CALLED), (Send(ChunkGo(state.ticket, chunk)),)
+    state = _update(state, replace(waiting, stage=Stage.CALLED))
+    return state, (Send(ChunkGo(state.ticket, chunk)),)
 
 
 def _posted(state: ReceiverState, posted: ChunkPosted) -> tuple[ReceiverState, Actions]:
@@ -272,17 +277,27 @@ def _posted(state: ReceiverState, posted: ChunkPosted) -> tuple[ReceiverState, A
         return state, ()
     # Also after a failure: the sender's half is under way, and taking it keeps the connection.
     ready = called.ready
-    post = PostReceive(posted.chunk, ready.first_page, len(ready.digests), posted.order)
-    return _set_stage(state, posted.chunk, Stage.RECEIVING), (post,)
+    post = PostReceive(posted.chunk, ready.first_page, ready.num_pages, posted.order)
+    receiving = replace(called, stage=Stage.RECEIVING, digests=posted.digests)
+    state = _update(state, receiving)
+    if len(posted.digests) == ready.num_pages:
+        return state, (post,)
+    detail = (
+        f"digests of chunk {posted.chunk}: found {len(posted.digests)}; "
+        f"allowed: {ready.num_pages}, one for each page"
+    )
+    state, failing = _fail(state, FailureKind.VIOLATION, detail)
+    return state, (post, *failing)
 
 
 def _received(state: ReceiverState, chunk: int) -> tuple[ReceiverState, Actions]:
-    if _find(state, chunk, Stage.RECEIVING) is None or state.is_aborting:
+    receiving = _find(state, chunk, Stage.RECEIVING)
+    if receiving is None or state.is_aborting:
         return state, ()
     leave = LeaveSlot(chunk)
     if state.is_ended:
         return _remove(state, chunk), (leave,)
-    state, called = _call_next(_set_stage(state, chunk, Stage.RECEIVED))
+    state, called = _call_next(_update(state, replace(receiving, stage=Stage.RECEIVED)))
     # Chunks are committed in order, so that what is valid is always a prefix.
     is_next = state.chunks[0].chunk == chunk
     return state, (leave, *(_digest_next(state) if is_next else ()), *called)
@@ -292,7 +307,7 @@ def _digest_next(state: ReceiverState) -> Actions:
     if not state.chunks or state.chunks[0].stage is not Stage.RECEIVED:
         return ()
     ready = state.chunks[0].ready
-    return (DigestPages(ready.chunk, ready.first_page, len(ready.digests)),)
+    return (DigestPages(ready.chunk, ready.first_page, ready.num_pages),)
 
 
 def _digested(
@@ -302,9 +317,9 @@ def _digested(
     if received is None:
         return state, ()
     ready = received.ready
-    if digests != ready.digests:
-        pairs = zip(digests, ready.digests, strict=True)
-        wrong = [i for i, (found, announced) in enumerate(pairs) if found != announced]
+    if digests != received.digests:
+        pairs = zip(digests, received.digests, strict=True)
+        wrong = [i for i, (found, told) in enumerate(pairs) if found != told]
         detail = (
             f"chunk {chunk}: {len(wrong)} of {len(digests)} pages differ from their digests, "
             f"first page {ready.first_page + wrong[0]}"
@@ -368,8 +383,8 @@ def _find(state: ReceiverState, chunk: int, stage: Stage) -> IncomingChunk | Non
     return next((c for c in state.chunks if c.chunk == chunk and c.stage is stage), None)
 
 
-def _set_stage(state: ReceiverState, chunk: int, stage: Stage) -> ReceiverState:
-    chunks = tuple(replace(c, stage=stage) if c.chunk == chunk else c for c in state.chunks)
+def _update(state: ReceiverState, incoming: IncomingChunk) -> ReceiverState:
+    chunks = tuple(incoming if c.chunk == incoming.chunk else c for c in state.chunks)
     return replace(state, chunks=chunks)
 
 

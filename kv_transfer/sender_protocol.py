@@ -1,11 +1,14 @@
 """Pure state machine of a transfer's sender (the prefill worker).
 
 Life of a chunk:
-1. COMPUTED    the engine wrote its pages; their digests are being computed
-2. ANNOUNCED   ChunkReady was sent
-3. SENDING     ChunkGo came; the send is posted and ChunkPosted sent
-4. SENT        the transport has read the pages
-5. released    ChunkAck came as well; the lease of the pages ends
+1. ANNOUNCED   the engine wrote its pages, and ChunkReady was sent
+2. SENDING     their digests are known, and ChunkGo came, in either order: the send is posted, and
+               ChunkPosted sent with the digests
+3. SENT        the transport has read the pages
+4. released    ChunkAck came as well; the lease of the pages ends
+
+Digests are computed chunk by chunk, before anything of the chunk is sent: so a page that changes in
+between is found.
 
 The sender answers an Abort with its own, after all its posted sends: so the receiver learns whether
 a send is under way. A failure while SENDING does not end the machine: the transport may still read
@@ -46,7 +49,6 @@ from kv_transfer.protocol import (
 class Stage(enum.Enum):
     """The stage of a chunk's life."""
 
-    COMPUTED = "computed"
     ANNOUNCED = "announced"
     SENDING = "sending"
     SENT = "sent"
@@ -60,7 +62,9 @@ class OutgoingChunk:
     first_page: int
     num_pages: int
     is_last: bool
-    stage: Stage = Stage.COMPUTED
+    stage: Stage = Stage.ANNOUNCED
+    digests: tuple[bytes, ...] | None = None  # None: not known yet, only while ANNOUNCED
+    is_called: bool = False
     is_acked: bool = False
 
 
@@ -112,7 +116,7 @@ Actions = tuple[SenderAction, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SenderState:
-    """One attempt. `chunks` are in order; stages never increase from one to the next."""
+    """One attempt. `chunks` are in order; the first without digests is being digested."""
 
     ticket: Ticket
     is_granted: bool = False
@@ -162,9 +166,8 @@ def waiting_for(state: SenderState) -> Wait | None:
         return None
     if not state.is_granted:
         return Wait(kind=WaitKind.GRANT)
-    computed = [c for c in state.chunks if c.stage is Stage.COMPUTED]
-    if computed:
-        return Wait(kind=WaitKind.DIGEST, chunk=computed[0].chunk)
+    if (digesting := _first_undigested(state)) is not None:
+        return Wait(kind=WaitKind.DIGEST, chunk=digesting.chunk)
     if state.chunks:
         return Wait(kind=WaitKind.ACK, chunk=state.chunks[0].chunk)
     return Wait(kind=WaitKind.CHUNK, chunk=state.num_chunks)
@@ -213,42 +216,51 @@ def _computed(state: SenderState, event: ChunkComputed) -> tuple[SenderState, Ac
         num_pages=event.num_pages,
         is_last=event.is_last,
     )
-    is_digesting = any(c.stage is Stage.COMPUTED for c in state.chunks)
+    ready = ChunkReady(
+        state.ticket, outgoing.chunk, event.first_page, event.num_pages, event.is_last
+    )
+    is_digesting = _first_undigested(state) is not None
     state = replace(
         state,
         num_chunks=state.num_chunks + 1,
         has_last=event.is_last,
         chunks=(*state.chunks, outgoing),
     )
-    return state, () if is_digesting else (_digest(outgoing),)
+    return state, (Send(ready), *(() if is_digesting else _digest_next(state)))
 
 
-def _digest(outgoing: OutgoingChunk) -> DigestPages:
-    return DigestPages(outgoing.chunk, outgoing.first_page, outgoing.num_pages)
+def _digest_next(state: SenderState) -> Actions:
+    following = _first_undigested(state)
+    if following is None:
+        return ()
+    return (DigestPages(following.chunk, following.first_page, following.num_pages),)
 
 
 def _digested(
     state: SenderState, chunk: int, digests: tuple[bytes, ...]
 ) -> tuple[SenderState, Actions]:
-    outgoing = _find(state, chunk, Stage.COMPUTED)
-    if outgoing is None:
+    digesting = _first_undigested(state)
+    if digesting is None or digesting.chunk != chunk:
         return state, ()
-    ready = ChunkReady(state.ticket, chunk, outgoing.first_page, digests, outgoing.is_last)
-    actions: Actions = (Send(ready),)
-    waiting = _find(state, chunk + 1, Stage.COMPUTED)
-    if waiting is not None:
-        actions += (_digest(waiting),)
-    return _update(state, replace(outgoing, stage=Stage.ANNOUNCED)), actions
+    state, posting = _post_if_due(state, replace(digesting, digests=digests))
+    return state, (*posting, *_digest_next(state))
 
 
 def _called(state: SenderState, chunk: int) -> tuple[SenderState, Actions]:
     outgoing = _find(state, chunk, Stage.ANNOUNCED)
     if outgoing is None:
         return state, ()
+    return _post_if_due(state, replace(outgoing, is_called=True))
+
+
+def _post_if_due(state: SenderState, outgoing: OutgoingChunk) -> tuple[SenderState, Actions]:
+    if outgoing.digests is None or not outgoing.is_called:
+        return _update(state, outgoing), ()
     # An earlier send may still be posted: its data arrived before its completion was seen here.
     # The connection keeps the order.
-    posted = Send(ChunkPosted(state.ticket, chunk))
-    return _update(state, replace(outgoing, stage=Stage.SENDING)), (PostSend(chunk), posted)
+    posted = Send(ChunkPosted(state.ticket, outgoing.chunk, outgoing.digests))
+    state = _update(state, replace(outgoing, stage=Stage.SENDING))
+    return state, (PostSend(outgoing.chunk), posted)
 
 
 def _sent(state: SenderState, chunk: int) -> tuple[SenderState, Actions]:
@@ -297,6 +309,10 @@ def _late(state: SenderState, wait: Wait) -> tuple[SenderState, Actions]:
 
 def _find(state: SenderState, chunk: int, stage: Stage) -> OutgoingChunk | None:
     return next((c for c in state.chunks if c.chunk == chunk and c.stage is stage), None)
+
+
+def _first_undigested(state: SenderState) -> OutgoingChunk | None:
+    return next((c for c in state.chunks if c.digests is None), None)
 
 
 def _update(state: SenderState, outgoing: OutgoingChunk) -> SenderState:

@@ -59,14 +59,16 @@ def transfer_message_to_proto(message: TransferMessage) -> worker_pb2.TransferMe
             ready = worker_pb2.ChunkReady(
                 chunk=message.chunk,
                 first_page=message.first_page,
-                digests=b"".join(message.digests),
+                num_pages=message.num_pages,
                 is_last=message.is_last,
             )
             return make(ticket=ticket, chunk_ready=ready)
         case ChunkGo(chunk=chunk):
             return make(ticket=ticket, chunk_go=worker_pb2.ChunkGo(chunk=chunk))
-        case ChunkPosted(chunk=chunk, order=order):
-            posted = worker_pb2.ChunkPosted(chunk=chunk, order=order)
+        case ChunkPosted():
+            posted = worker_pb2.ChunkPosted(
+                chunk=message.chunk, digests=b"".join(message.digests), order=message.order
+            )
             return make(ticket=ticket, chunk_posted=posted)
         case ChunkAck(chunk=chunk):
             return make(ticket=ticket, chunk_ack=worker_pb2.ChunkAck(chunk=chunk))
@@ -97,12 +99,12 @@ def _message(proto: worker_pb2.TransferMessage) -> TransferMessage:
             return Granted(ticket)
         case "chunk_ready":
             ready = proto.chunk_ready
-            digests = _digests(ready.digests)
-            return ChunkReady(ticket, ready.chunk, ready.first_page, digests, ready.is_last)
+            return ChunkReady(ticket, ready.chunk, ready.first_page, ready.num_pages, ready.is_last)
         case "chunk_go":
             return ChunkGo(ticket, proto.chunk_go.chunk)
         case "chunk_posted":
-            return ChunkPosted(ticket, proto.chunk_posted.chunk, proto.chunk_posted.order)
+            posted = proto.chunk_posted
+            return ChunkPosted(ticket, posted.chunk, _digests(posted.digests), posted.order)
         case "chunk_ack":
             return ChunkAck(ticket, proto.chunk_ack.chunk)
         case "abort":
@@ -114,6 +116,7 @@ def _message(proto: worker_pb2.TransferMessage) -> TransferMessage:
 def _digests(joined: bytes) -> tuple[bytes, ...]:
     if not joined or len(joined) % DIGEST_BYTES:
         raise TransferError(
-            f"chunk_ready.digests: found {len(joined)} bytes; allowed: a multiple of {DIGEST_BYTES}"
+            f"chunk_posted.digests: found {len(joined)} bytes; "
+            f"allowed: a multiple of {DIGEST_BYTES}, at least {DIGEST_BYTES}"
         )
     return tuple(joined[i : i + DIGEST_BYTES] for i in range(0, len(joined), DIGEST_BYTES))

@@ -349,16 +349,16 @@ class Granted(_message.Message):
     def __init__(self) -> None: ...
 
 class ChunkReady(_message.Message):
-    __slots__ = ("chunk", "first_page", "digests", "is_last")
+    __slots__ = ("chunk", "first_page", "num_pages", "is_last")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
-    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     IS_LAST_FIELD_NUMBER: _ClassVar[int]
     chunk: int
     first_page: int
-    digests: bytes
+    num_pages: int
     is_last: bool
-    def __init__(self, chunk: _Optional[int] = ..., first_page: _Optional[int] = ..., digests: _Optional[bytes] = ..., is_last: _Optional[bool] = ...) -> None: ...
+    def __init__(self, chunk: _Optional[int] = ..., first_page: _Optional[int] = ..., num_pages: _Optional[int] = ..., is_last: _Optional[bool] = ...) -> None: ...
 
 class ChunkGo(_message.Message):
     __slots__ = ("chunk",)
@@ -367,12 +367,14 @@ class ChunkGo(_message.Message):
     def __init__(self, chunk: _Optional[int] = ...) -> None: ...
 
 class ChunkPosted(_message.Message):
-    __slots__ = ("chunk", "order")
+    __slots__ = ("chunk", "order", "digests")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     chunk: int
     order: int
-    def __init__(self, chunk: _Optional[int] = ..., order: _Optional[int] = ...) -> None: ...
+    digests: bytes
+    def __init__(self, chunk: _Optional[int] = ..., order: _Optional[int] = ..., digests: _Optional[bytes] = ...) -> None: ...
 
 class ChunkAck(_message.Message):
     __slots__ = ("chunk",)

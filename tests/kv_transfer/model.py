@@ -125,7 +125,7 @@ class Attempt(NamedTuple):
     receiver: Interned
     sender: Interned | None  # None: crashed
     receiver_jobs: frozenset[Any]  # TakeSlot, "abort", DigestPages
-    sender_jobs: frozenset[Any]  # "abort", SendDone
+    sender_jobs: frozenset[Any]  # "abort", SendDone, DigestPages
     posted_receives: frozenset[receiving.PostReceive]
     posted_sends: tuple[int, ...]  # chunks
     on_wire: frozenset[int]  # chunks that both sides posted: the write may land at any time
@@ -335,6 +335,8 @@ def _sender_steps(
         if job == "abort":
             gone = _update(done, index, posted_sends=())
             yield "sender abort returned ", event(gone, ConnectionAborted())
+        elif isinstance(job, DigestPages):
+            yield "sender digested ", event(done, PagesDigested(job.chunk, (GOOD,)))
         else:
             yield "sent ", event(_sent(done, index, job.chunk), job)
     if world.faults and not sender.is_finished:
@@ -414,14 +416,13 @@ def _send_event(rules: Rules, world: World, index: int, event: object) -> World:
             case Send(message=message):
                 world = world._replace(network=world.network | {rules.intern(message)})
             case sending.PostSend(chunk=chunk):
+                if any(_is_digest(job, chunk) for job in each.sender_jobs):
+                    raise Violation(f"T2 chunk {chunk} is sent before its digests are known")
                 each = each._replace(posted_sends=(*each.posted_sends, chunk))
                 if any(post.chunk == chunk for post in each.posted_receives):
                     each = each._replace(on_wire=each.on_wire | {chunk})
-            case DigestPages(chunk=chunk):
-                # At once: a slow digest is a slow message, which the network has already.
-                world = _with_attempt(world, index, each)
-                world = _send_event(rules, world, index, PagesDigested(chunk, (GOOD,)))
-                each = world.attempts[index]
+            case DigestPages():
+                each = each._replace(sender_jobs=each.sender_jobs | {action})
             case AbortConnection():
                 each = each._replace(sender_jobs=each.sender_jobs | {"abort"})
             case sending.ReleasePages(first_page=page):
@@ -432,6 +433,10 @@ def _send_event(rules: Rules, world: World, index: int, event: object) -> World:
 
 def _is_for_slot(job: object, chunk: int) -> bool:
     return isinstance(job, receiving.TakeSlot) and job.chunk == chunk
+
+
+def _is_digest(job: object, chunk: int) -> bool:
+    return isinstance(job, DigestPages) and job.chunk == chunk
 
 
 def _sent(world: World, index: int, chunk: int) -> World:

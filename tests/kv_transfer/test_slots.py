@@ -39,7 +39,7 @@ def waiting_receiver(incoming: Incoming) -> Receiver:
         deadlines=TransferDeadlines(),
     )
     receiver.driver.post(Granted(TICKET))
-    receiver.driver.post(ChunkReady(TICKET, 0, 0, (b"d" * 32,), True))
+    receiver.driver.post(ChunkReady(TICKET, 0, 0, 1, True))
     return receiver
 
 

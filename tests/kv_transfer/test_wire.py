@@ -41,9 +41,9 @@ tickets = st.builds(
 digests = st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=5).map(tuple)
 messages = st.one_of(
     st.builds(Granted, tickets),
-    st.builds(ChunkReady, tickets, u32, u32, digests, st.booleans()),
+    st.builds(ChunkReady, tickets, u32, u32, u32, st.booleans()),
     st.builds(ChunkGo, tickets, u32),
-    st.builds(ChunkPosted, tickets, u32, st.integers(0, 2**64 - 1)),
+    st.builds(ChunkPosted, tickets, u32, digests, u64),
     st.builds(ChunkAck, tickets, u32),
     st.builds(Abort, tickets, st.text(max_size=100)),
 )
@@ -85,14 +85,14 @@ def test_a_message_of_the_wrong_side_is_refused() -> None:
         (
             worker_pb2.TransferMessage(
                 ticket=worker_pb2.TransferTicket(transfer_id=b"x" * 16),
-                chunk_ready=worker_pb2.ChunkReady(digests=b"short"),
+                chunk_posted=worker_pb2.ChunkPosted(digests=b"short"),
             ),
             "digests: found 5 bytes",
         ),
         (
             worker_pb2.TransferMessage(
                 ticket=worker_pb2.TransferTicket(transfer_id=b"x" * 16),
-                chunk_ready=worker_pb2.ChunkReady(),
+                chunk_posted=worker_pb2.ChunkPosted(),
             ),
             "digests: found 0 bytes",
         ),

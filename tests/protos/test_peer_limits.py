@@ -35,7 +35,7 @@ BOUNDED_ELSEWHERE = {
     "SubscribeCacheEventsResponse.stored": "router.max_index_pages: router.prefix_index",
     "SubscribeCacheEventsResponse.removed": "what was stored: router.prefix_index",
     "TransferTicket.transfer_id": "its one length: kv_transfer.wire",
-    "ChunkReady.digests": "the pages of the prompt: kv_transfer.receiver_protocol",
+    "ChunkPosted.digests": "the pages of the chunk: kv_transfer.receiver_protocol",
 }
 
 
