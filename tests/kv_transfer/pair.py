@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from tests.support.virtual_time import run_inline
 
 KEY = bytes(range(32))  # of every connection
 RECEIVER = ("decode-0", 9)
+Digests = TypeVar("Digests")
 TICKET = Ticket(transfer_id=b"t" * 16, attempt=0, sender_incarnation=7, receiver_incarnation=9)
 DEADLINES = TransferDeadlines(
     grant_s=1, chunk_s=5, slot_s=5, post_s=1, transfer_s=2, digest_s=5, ack_s=5, abort_s=4
@@ -130,6 +131,7 @@ class Attempt:
         compute_s: float = 0.01,
         ticket: Ticket = TICKET,
         deadlines: TransferDeadlines = DEADLINES,
+        digest_s: float = 0.0,
     ) -> None:
         incoming, outgoing = sides
         self.workers = workers
@@ -141,6 +143,13 @@ class Attempt:
         self.committed: list[int] = []
         self.acked: list[tuple[int, int]] = []
         self.to_receiver, self.to_sender = Stream(), Stream()
+
+        async def digest(function: Callable[[], Digests]) -> Digests:
+            digests = function()
+            await asyncio.sleep(digest_s)
+            return digests
+
+        run_digests = digest if digest_s else run_inline
         self.receiver = Receiver(
             ticket=ticket,
             page_ids=target_pages,
@@ -150,7 +159,7 @@ class Attempt:
             send=self.to_sender.send,
             on_commit=self.committed.append,
             deadlines=deadlines,
-            run_blocking=run_inline,
+            run_blocking=run_digests,
         )
         self.sender = Sender(
             ticket=ticket,
@@ -159,7 +168,7 @@ class Attempt:
             send=self.to_receiver.send,
             on_ack=lambda first, num: self.acked.append((first, num)),
             deadlines=deadlines,
-            run_blocking=run_inline,
+            run_blocking=run_digests,
         )
         self.to_receiver.deliver = self.receiver.driver.post
         self.to_sender.deliver = self.sender.driver.post

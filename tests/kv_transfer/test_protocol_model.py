@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from kv_transfer import receiver_protocol as receiving
 from kv_transfer import sender_protocol as sending
 from kv_transfer.deadlines import WaitKind
-from kv_transfer.messages import ChunkAck
-from kv_transfer.protocol import DigestPages, Send
-from tests.kv_transfer.model import Rules, Violation, explore, settle, walk
+from kv_transfer.messages import ChunkAck, ChunkPosted
+from kv_transfer.protocol import DigestPages, PagesDigested, Send
+from tests.kv_transfer.model import GOOD, Rules, Violation, explore, settle, walk
 from tests.support.rarely import rarely
 
 
@@ -127,13 +127,66 @@ def test_model_finds_a_receiver_that(bug: Callable[..., Any], invariant: str) ->
     assert invariant in find_violation(Rules(receiver_step=bug))
 
 
+def posts_before_it_has_digests(state: Any, event: Any) -> Any:
+    following, actions = sending.step(state, event)
+    for each in following.chunks:
+        if each.is_called and each.digests is None:
+            sent = replace(each, stage=sending.Stage.SENDING)
+            following = replace(
+                following, chunks=tuple(sent if c is each else c for c in following.chunks)
+            )
+            posted = Send(ChunkPosted(state.ticket, each.chunk, (GOOD,)))
+            actions = (*actions, sending.PostSend(each.chunk), posted)
+    return following, actions
+
+
 @pytest.mark.parametrize(
     ("bug", "invariant"),
-    [(frees_pages_of_a_posted_send, "T3"), (releases_before_the_ack, "lease")],
+    [
+        (frees_pages_of_a_posted_send, "T3"),
+        (releases_before_the_ack, "lease"),
+        (posts_before_it_has_digests, "before its digests"),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_model_finds_a_sender_that(bug: Callable[..., Any], invariant: str) -> None:
     assert invariant in find_violation(Rules(sender_step=bug))
+
+
+def leaves_digests_out(state: Any, event: Any) -> Any:
+    following, actions = sending.step(state, event)
+    return following, tuple(
+        Send(replace(each.message, digests=()))
+        if isinstance(each, Send) and isinstance(each.message, ChunkPosted)
+        else each
+        for each in actions
+    )
+
+
+def checks_only_the_digests_that_came(state: Any, event: Any) -> Any:
+    if isinstance(event, ChunkPosted):
+        event = replace(event, digests=(GOOD,))
+    if isinstance(event, PagesDigested):
+        event = replace(event, digests=(GOOD,))
+    return receiving.step(state, event)
+
+
+def test_a_sender_that_leaves_digests_out_has_nothing_committed() -> None:
+    rules = Rules(sender_step=leaves_digests_out)
+
+    explore(rules, faults=1)
+    world = settle(rules, walk(rules, [], faults=0))
+
+    assert world.commits == (0, 0)
+    for attempt in world.attempts:
+        assert attempt.receiver.state.is_finished
+        assert not attempt.posted_receives
+
+
+def test_model_finds_a_receiver_that_misses_no_digest() -> None:
+    rules = Rules(sender_step=leaves_digests_out, receiver_step=checks_only_the_digests_that_came)
+
+    assert "T2" in find_violation(rules)
 
 
 @pytest.mark.parametrize("kind", list(WaitKind), ids=lambda kind: kind.value)

@@ -223,6 +223,138 @@ def test_the_next_chunk_of_a_transfer_is_called_while_one_is_received() -> None:
     run(scenario)
 
 
+def test_digests_are_computed_while_the_receiver_is_asked_for_a_slot() -> None:
+    async def took_s(digest_s: float) -> float:
+        net = network()
+        net.latency_s = 0.025
+        attempt = await ten_pages(
+            Workers(net), chunk_pages=10, compute_s=0.0, digest_s=digest_s / 2
+        )
+        attempt.to_receiver.delay_s = attempt.to_sender.delay_s = 0.01
+        started_at = asyncio.get_running_loop().time()
+        received, _, _ = await attempt.run()
+        assert isinstance(received, TransferStats)
+        return asyncio.get_running_loop().time() - started_at - digest_s / 2  # the receiver's
+
+    # Granted and Ready, Go, Posted, Ack: four messages one after the other, and a copy. The
+    # sender's digests take no time of their own, up to that of Ready and Go.
+    for digest_s in (0.0, 0.01, 0.04):
+        assert run_virtual(took_s(digest_s)) == pytest.approx(4 * 0.01 + 0.025, abs=0.001)
+    assert run_virtual(took_s(0.06)) == pytest.approx(4 * 0.01 + 0.025 + 0.01, abs=0.001)
+
+
+@pytest.mark.parametrize(("beyond_s", "is_late"), [(-0.01, False), (0.01, True)])
+def test_slow_digests_of_a_called_chunk_are_waited_for_up_to_the_digest_deadline(
+    beyond_s: float, is_late: bool
+) -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        attempt = await ten_pages(workers, digest_s=DEADLINES.digest_s + beyond_s)
+
+        received, sent, _ = await attempt.run()
+        await attempt.wait_quiescent()
+
+        assert not attempt.receiver._incoming.connection.is_broken
+        if is_late:
+            assert isinstance(sent, TransferTimeout)
+            assert str(sent) == "waiting for digest of chunk 0 took too long"
+            assert isinstance(received, TransferAborted)
+            assert attempt.committed == []
+        else:
+            assert isinstance(received, TransferStats)
+            assert attempt.is_equal(10)
+
+    run(scenario)
+
+
+def test_a_page_that_changes_after_its_digest_is_not_committed() -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        attempt = await ten_pages(workers, chunk_pages=10)
+        attempt.to_sender.delay_s = 1.0  # of ChunkGo
+        running = asyncio.create_task(attempt.run())
+        chunks = attempt.sender.driver.state.chunks
+        while not (chunks and chunks[0].digests):
+            await asyncio.sleep(0.001)
+            chunks = attempt.sender.driver.state.chunks
+        assert not chunks[0].is_called
+        workers.source.slots[attempt.source_pages[3]] ^= 1
+
+        received, *_ = await running
+        await attempt.wait_quiescent()
+
+        assert isinstance(received, DigestMismatch)
+        assert "1 of 10 pages differ from their digests, first page 3" in str(received)
+        assert attempt.committed == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("num_digests", [1, 3, 5])
+def test_a_chunk_with_a_wrong_number_of_digests_is_received_and_not_committed(
+    num_digests: int,
+) -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        attempt = await ten_pages(workers)
+        deliver = attempt.receiver.driver.post
+
+        def altered(message: Any) -> None:
+            if isinstance(message, ChunkPosted) and message.chunk == 1:
+                digests = (message.digests * 2)[:num_digests]
+                message = replace(message, digests=digests)
+            deliver(message)
+
+        attempt.to_receiver.deliver = altered
+
+        received, sent, _ = await attempt.run()
+        await attempt.wait_quiescent()
+
+        assert type(received) is TransferError
+        assert str(received) == (
+            f"digests of chunk 1: found {num_digests}; allowed: 4, one for each page"
+        )
+        assert isinstance(sent, TransferAborted)
+        assert attempt.committed in ([], [4])
+        # What was posted has been taken, so that the next transfer can use the connection.
+        assert not attempt.receiver._incoming.connection.is_broken
+        assert attempt.receiver._incoming.load == Load()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "told"),
+    [
+        (0, "chunk 1 announced pages [4, 4), is_last False; expected chunk 1 from page 4"),
+        (3, "digests of chunk 1: found 4; allowed: 3"),
+        (5, "digests of chunk 1: found 4; allowed: 5"),
+        (2**32 - 1, f"chunk 1 announced pages [4, {2**32 + 3}), is_last False"),
+    ],
+)
+def test_an_announcement_of_a_wrong_number_of_pages_is_refused(num_pages: int, told: str) -> None:
+    async def scenario() -> None:
+        workers = Workers(network())
+        attempt = await ten_pages(workers)
+        deliver = attempt.receiver.driver.post
+
+        def altered(message: Any) -> None:
+            if isinstance(message, ChunkReady) and message.chunk == 1:
+                message = replace(message, num_pages=num_pages)
+            deliver(message)
+
+        attempt.to_receiver.deliver = altered
+
+        received, _, _ = await attempt.run()
+        await attempt.wait_quiescent()
+
+        assert type(received) is TransferError
+        assert told in str(received)
+        assert attempt.committed in ([], [4])
+
+    run(scenario)
+
+
 def test_receives_are_posted_in_the_order_of_the_sends_whoever_hears_of_them_first() -> None:
     async def scenario() -> None:
         workers = Workers(network())

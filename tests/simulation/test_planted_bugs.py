@@ -15,6 +15,7 @@ import decode_worker.step_plan
 import decode_worker.worker
 import kv_transfer.deadlines
 import kv_transfer.receiver_protocol
+import kv_transfer.sender_protocol
 import prefill_worker.scheduler
 import prefill_worker.step_plan
 import router.dispatch
@@ -41,7 +42,34 @@ from tests.support.rarely import rarely
 @instead_of(kv_transfer.receiver_protocol, "_digested")
 def no_digest_check(right: Right, state: Any, chunk: int, digests: Any) -> Any:
     """What arrives is committed without a look."""
-    return right(state, chunk, state.chunks[0].ready.digests if state.chunks else digests)
+    return right(state, chunk, state.chunks[0].digests if state.chunks else digests)
+
+
+@instead_of(kv_transfer.sender_protocol, "_called")
+def sends_without_digests(right: Right, state: Any, chunk: int) -> Any:
+    """A chunk is posted as soon as the receiver asks for it, with the digests that are there."""
+    chunks = [
+        each if each.digests else dataclasses.replace(each, digests=()) for each in state.chunks
+    ]
+    return right(dataclasses.replace(state, chunks=tuple(chunks)), chunk)
+
+
+def missing_digests_are_not_missed(patch: pytest.MonkeyPatch) -> None:
+    """The sender has one digest for a chunk, and the receiver looks at that page alone."""
+    receiver = kv_transfer.receiver_protocol
+    posted, digested = receiver._posted, receiver._digested
+
+    def takes_any_number(state: Any, message: Any) -> Any:
+        if called := receiver._find(state, message.chunk, receiver.Stage.CALLED):
+            first = message.digests[:1] * called.ready.num_pages
+            message = dataclasses.replace(message, digests=first)
+        return posted(state, message)
+
+    def looks_at_the_first(state: Any, chunk: int, digests: Any) -> Any:
+        return digested(state, chunk, digests[:1] * len(digests))
+
+    patch.setattr(receiver, "_posted", takes_any_number)
+    patch.setattr(receiver, "_digested", looks_at_the_first)
 
 
 def no_quarantine(patch: pytest.MonkeyPatch) -> None:
@@ -376,6 +404,8 @@ def policy_raises(patch: pytest.MonkeyPatch) -> None:
 # (bug, family of faults, what a violation says); found within so many seeds
 SEEDED_BUGS: list[tuple[Plant, str, str]] = [
     (no_digest_check, "pages_go_wrong", "is wrong"),
+    (missing_digests_are_not_missed, "pages_go_wrong", "is wrong"),
+    (sends_without_digests, "healthy", "retries"),
     (lease_released_at_once, "healthy", "retries"),
     (resume_takes_output_for_prompt, "decode_dies", ""),
     (repeated_tokens_are_delivered, "decode_dies", ""),

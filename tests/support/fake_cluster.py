@@ -6,9 +6,11 @@ incarnation. Pages move over the loopback transport, control over the in-memory 
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 
@@ -51,6 +53,7 @@ from worker.host import WorkerHost
 from worker.identity import ModelInfo, WorkerIdentity
 from worker.process import LAST_WORDS_S
 
+T = TypeVar("T")
 MODEL = FakeModel(vocab_size=VOCAB_SIZE, eos_token_ids=(0,))
 # Short, so that a run sees several of them; their order is that of the defaults.
 DEADLINES = TransferDeadlines(
@@ -208,7 +211,7 @@ class FakeCluster:
                 context,
                 rng=seeded(self.seed, worker_id, identity.incarnation),
                 connect_channel=self.network.channel,
-                run_blocking=run_inline,
+                run_blocking=self._run_blocking,
             )
             worker.register(server)
         started = FakeWorker(
@@ -228,6 +231,12 @@ class FakeCluster:
         supervisor.add_done_callback(self.supervisors.discard)
         await self.announce()
         return started
+
+    async def _run_blocking(self, function: Callable[[], T], /) -> T:
+        result = function()
+        if self.shape.blocking_s:
+            await asyncio.sleep(self.shape.blocking_s)
+        return result
 
     async def start_router(self, name: str, contract_version: int = CONTRACT_VERSION) -> FakeRouter:
         self.num_router_starts += 1

@@ -34,6 +34,7 @@ class ClusterShape:
     jitter_s: float = 0.0005
     window_bytes: int = 65536  # of unread messages, per call and direction
     page_transfer_s: float = 0.002  # one page over a connection
+    blocking_s: float = 0.0  # work of workers beside the loop, such as the digests of a chunk
     hangs_on_peer_death: bool = True  # as NCCL; False: breaks, as TCP
     max_expected_wait_s: float = 30.0  # of the routers
     shared_unit_len: int = 0  # least tokens that attention reads once for all; 0: it is flat
@@ -91,7 +92,9 @@ def make_scenario(
         hangs_on_peer_death=rng.choice((True, False)),
     )
     more_pages = random.Random(f"chunks/{seed}").choice((0, 0, 1, 3, 20))
-    shape = replace(shape, max_chunk_pages=shape.chunk_pages + more_pages)
+    blocking_s = random.Random(f"blocking/{seed}").choice((0.0, 0.0005, 0.005, 0.05))
+    max_chunk_pages = shape.chunk_pages + more_pages
+    shape = replace(shape, max_chunk_pages=max_chunk_pages, blocking_s=blocking_s)
     return Scenario(
         seed=seed,
         shape=shape,
