@@ -4,7 +4,7 @@
 
 Two processes each have an engine with the same small model, with its real storage and digests, and
 a real transport between them. One computes prompts and sends their pages; it damages some of them
-after it has announced their digests (damaging_sender.py, page_damage.py). This process receives
+after it has computed their digests (damaging_sender.py, page_damage.py). This process receives
 them with the product's own receiver. Several transfers share the connection, some of them
 undamaged.
 

@@ -1,6 +1,6 @@
 """The sending side of benchmarks.corruption: a process that computes prompts and damages pages.
 
-Its sender is the product's: it computes digests of the right pages and announces them. Only the
+Its sender is the product's: it computes digests of the right pages and tells them. Only the
 connection differs: it copies a chunk into other pages of the same storage, damages it there, and
 sends those pages. So the damage travels over the transport.
 """

@@ -113,7 +113,7 @@ KILLS_HEADS = (
 CORRUPTION = """
 ## Corrupted pages
 
-`python -m benchmarks.corruption` damages pages after their digests were announced and sends them
+`python -m benchmarks.corruption` damages pages after their digests were computed and sends them
 between two processes with real engines, storage and transport; several transfers share the
 connection. A damaged page counts as found if its transfer fails, the error gives the exact number
 of damaged pages and the first of them, and nothing from their chunk on is committed. If digests are

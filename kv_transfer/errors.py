@@ -4,7 +4,7 @@ TransferError
 ├── ConnectionBroken     the carrier failed, or did not answer before the deadline
 ├── TransferAborted      the other side stopped the transfer
 ├── TransferTimeout      a protocol step did not come before its deadline
-├── DigestMismatch       pages arrived with other contents than announced
+├── DigestMismatch       pages arrived with other contents than were sent
 ├── TransportRefused     the sender does not offer this transport
 └── LayoutMismatch       the two workers' pages differ in shape, dtype or model
 """
@@ -27,7 +27,7 @@ class TransferTimeout(TransferError):
 
 
 class DigestMismatch(TransferError):
-    """A received page differs from the digest that its sender announced."""
+    """A received page differs from the digest that its sender told."""
 
 
 class TransportRefused(TransferError):
