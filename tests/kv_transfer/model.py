@@ -12,7 +12,8 @@ larger model. Both raise Violation where an invariant breaks:
 T1 a page is committed once          T2, T7 a committed page is right, and stays so
 T3 what ended has nothing posted     T6 every wait has a deadline
 T4, T5 stale, repeated and reordered messages are harmless: this network has all of them
-and no page's lease ends at the sender before the receiver has committed it.
+no page's lease ends at the sender before the receiver has committed it, and nothing of a chunk is
+sent before its digests are known.
 """
 
 import gc
@@ -417,7 +418,7 @@ def _send_event(rules: Rules, world: World, index: int, event: object) -> World:
                 world = world._replace(network=world.network | {rules.intern(message)})
             case sending.PostSend(chunk=chunk):
                 if any(_is_digest(job, chunk) for job in each.sender_jobs):
-                    raise Violation(f"T2 chunk {chunk} is sent before its digests are known")
+                    raise Violation(f"chunk {chunk} is sent before its digests are known")
                 each = each._replace(posted_sends=(*each.posted_sends, chunk))
                 if any(post.chunk == chunk for post in each.posted_receives):
                     each = each._replace(on_wire=each.on_wire | {chunk})

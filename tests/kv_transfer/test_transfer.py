@@ -267,6 +267,51 @@ def test_slow_digests_of_a_called_chunk_are_waited_for_up_to_the_digest_deadline
     run(scenario)
 
 
+@pytest.mark.parametrize("is_called", [True, False])
+def test_digests_that_never_end_are_named_whether_the_receiver_has_called_or_not(
+    is_called: bool,
+) -> None:
+    async def scenario() -> None:
+        attempt = await ten_pages(Workers(network()), digest_s=1000)
+        attempt.to_sender.drop = lambda message: isinstance(message, ChunkGo) and not is_called
+
+        _, sent, _ = await attempt.run()
+        await attempt.wait_quiescent()
+
+        assert str(sent) == "waiting for digest of chunk 0 took too long"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_sender_that_does_not_answer_is_waited_for_longer_before_a_failure_than_after_it(
+    is_cancelled: bool,
+) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        attempt = await ten_pages(Workers(network()), chunk_pages=10)
+        attempt.to_sender.is_cut = True
+        running = asyncio.create_task(attempt.receiver.run())
+        others = asyncio.gather(attempt.sender.run(), attempt.compute(), return_exceptions=True)
+        await wait_until(lambda: has_chunk(attempt, Stage.CALLED))
+        called_at = loop.time()
+        limit_s = DEADLINES.digest_s + DEADLINES.post_s
+        attempt.to_receiver.is_cut = True
+        if is_cancelled:
+            attempt.receiver.driver.cancel("the client left")
+            limit_s = DEADLINES.post_s
+
+        with pytest.raises(TransferAborted if is_cancelled else TransferTimeout):
+            await running
+        await attempt.receiver.driver.wait_quiescent()
+
+        assert loop.time() - called_at == pytest.approx(limit_s, abs=0.01)
+        assert attempt.receiver._incoming.connection.is_broken
+        await others
+
+    run(scenario)
+
+
 def test_a_page_that_changes_after_its_digest_is_not_committed() -> None:
     async def scenario() -> None:
         workers = Workers(network())
