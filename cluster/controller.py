@@ -15,7 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ import ray
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.deployment import Deployment
 from cluster.errors import ConfigError, StartError, Stopping
+from cluster.groups import group_of, look_at_groups, remove_groups, reserve
 from cluster.membership import HEARD_S, Membership
 from cluster.placement import (
     FIRST_GATEWAY,
@@ -70,6 +71,7 @@ log = logging.getLogger(__name__)
 
 PUSH_TIMEOUT_S = 5.0
 REPLACE_PERIOD_S = 5.0
+LOOK_S = 0.2  # from one look at the groups of workers to the next one
 SERVES_S = 2.0  # for a gateway that serves to say so
 CODE_TIMEOUT_S = 60.0  # for a process to start on each host
 
@@ -109,6 +111,9 @@ class ControllerActor:
         self._loaded: dict[str, tuple[int, int]] = {}  # worker_id |-> bytes loaded, bytes in all
         self._started_at = _now()
         self._is_closed = False
+        self._is_deployed = has_come_back()  # until then the launcher places workers
+        self._ending: set[str] = set()  # workers that have said that they end
+        self._has_ended = asyncio.Event()  # one of them, or one that was killed
         self._succession = asyncio.Lock()  # held while a gateway takes over from another
         self._retiring: dict[str, asyncio.Task[None]] = {}  # gateway |-> what ends it
         keys = deployment.secret.keys_of("controller", CONTROLLER_NAME)
@@ -139,9 +144,11 @@ class ControllerActor:
         config = self._deployment.config
         self._check_open()
         actors = {ROUTER_NAME: place_router(self._deployment)}
+        existing = frozenset(ray.util.list_named_actors())
         names = worker_ids(config.workers_of_pools)
         for name, where in (places or self._places_for(names)).items():
-            actors[name] = self._place(name, where)
+            actors[name] = self._place(name, where, is_new=name not in existing)
+        self._is_deployed = True
         if config.http_port:
             *_, name = gateways(ray.util.list_named_actors()) or [FIRST_GATEWAY]
             actors[name] = place_gateway(self._deployment, name)
@@ -240,9 +247,9 @@ class ControllerActor:
         name = plan_move(workers, config, device, worker_id, pool)
         names = [*(workers.staying - {worker_id}), name]
         check_growth(config, device, Counter(map(pool_of, names)))
-        place = self._membership.places[worker_id]
+        place = replace(self._membership.places[worker_id], group=group_of(worker_id))
         check_move(worker_id, place, config.pool(pool).amounts, hosts_now()[0])
-        actor = self._place(name, place)
+        actor = self._place(name, place, is_new=False)
         await self._dismiss((worker_id,), grace_s)
         return name, actor
 
@@ -421,6 +428,8 @@ class ControllerActor:
 
     async def worker_left(self, worker_id: str, incarnation: int) -> None:
         """Forget a start of a worker that has drained."""
+        self._ending.add(worker_id)
+        self._has_ended.set()
         if self._membership.left(worker_id, incarnation):
             self._loaded.pop(worker_id, None)
             log.info("worker_left", extra=fields(worker_id=worker_id))
@@ -475,21 +484,55 @@ class ControllerActor:
         known_of_these = {name: known[name] for name in places if name in known}
         return places | known_of_these | choose_places(new, known, *hosts_now())
 
-    def _place(self, worker_id: str, where: Place) -> Any:
+    def _place(self, worker_id: str, where: Place, *, is_new: bool = True) -> Any:
+        """Place a worker, if its place is new in a group of its own."""
         self._loaded.pop(worker_id, None)
+        where = reserve(worker_id, where) if is_new else where
         self._membership.place(worker_id, where)
         return place_worker(self._deployment, worker_id, where)
 
     async def _replace_for_ever(self) -> None:
         while not self._is_closed:
-            await asyncio.sleep(REPLACE_PERIOD_S)
+            with suppress(TimeoutError):
+                period_s = LOOK_S if self._ending else REPLACE_PERIOD_S
+                await asyncio.wait_for(self._has_ended.wait(), period_s)
+            self._has_ended.clear()
             try:
                 # Ray answers late while its head is away.
                 existing = frozenset(await asyncio.to_thread(ray.util.list_named_actors))
+                self._ending &= existing
+                await self._tidy_groups()
                 self._replace_missing(existing)
                 await self._retire_left_over(existing)
             except Exception:
                 log.exception("replacing_failed")
+
+    async def _tidy_groups(self) -> None:
+        """Remove groups that no worker has, and place workers again that wait in vain in theirs."""
+        if not self._is_deployed:
+            return
+        found = await asyncio.to_thread(look_at_groups)
+        if not found.unused and not found.stuck:
+            return
+        # Workers are placed on this loop, without an await: the second look sees the worker of a
+        # group that was new in the first one, and the group of such a worker.
+        await asyncio.sleep(LOOK_S)
+        found &= await asyncio.to_thread(look_at_groups)
+        if self._is_closed:
+            return
+        remove_groups(found.unused)
+        if not found.stuck:
+            return
+        for worker_id in found.stuck:
+            with suppress(ValueError):  # somebody has ended it
+                ray.kill(ray.get_actor(worker_id), no_restart=True)
+        for worker_id in found.stuck & self._membership.leaving:
+            self._forget(worker_id)
+            self._publish()
+        for name, where in self._places_for(sorted(found.stuck - self._membership.gone)).items():
+            log.warning("worker_displaced", extra=fields(worker_id=name))
+            self._place(name, where)
+        self._has_ended.set()  # nobody has their groups now
 
     def _replace_missing(self, existing: frozenset[str]) -> None:
         """Place workers again that have served and are to stay, but whose actors are gone.
@@ -541,6 +584,7 @@ class ControllerActor:
     def _forget(self, worker_id: str) -> None:
         self._loaded.pop(worker_id, None)
         self._membership.forget(worker_id)
+        self._has_ended.set()
 
     def _publish(self) -> None:
         self._members.publish(self._membership.members)

@@ -25,6 +25,7 @@ from cluster.deployment import Deployment, secret_of
 from cluster.descendants import killing_those_asked
 from cluster.environment import forwarded_environment, inherited_by_processes
 from cluster.errors import RayLost, StartError
+from cluster.groups import look_at_groups, remove_groups, reserve
 from cluster.host_memory import read_host_memory
 from cluster.local_ray import LocalRay
 from cluster.model_folder import check_model_files
@@ -286,7 +287,9 @@ def _place_workers(deployment: Deployment) -> dict[str, Place]:
     config = deployment.config
     names = worker_ids(config.workers_of_pools)
     needs = {name: needs_of(deployment, name) for name in names}
-    places = choose_places(needs, {}, *hosts_now())
+    remove_groups(look_at_groups().unused)  # of a cluster whose end was cut short
+    chosen = choose_places(needs, {}, *hosts_now())
+    places = {name: reserve(name, where) for name, where in chosen.items()}
     for name, where in places.items():
         place_worker(deployment, name, where)
     return places
@@ -383,6 +386,7 @@ def kill_cluster(controller: Any = None) -> None:
         time.sleep(END_PERIOD_S)
     if actors:
         log.warning("processes_left", extra=fields(names=", ".join(actors)))
+    remove_groups(look_at_groups().unused)
 
 
 def weights_read_ahead(config: ClusterConfig) -> AbstractContextManager[None]:

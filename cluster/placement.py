@@ -21,6 +21,7 @@ from cluster.deployment import Deployment
 from cluster.devices import shared_gpu, visible_gpu
 from cluster.environment import own_variables, worker_environment
 from cluster.errors import StartError
+from cluster.groups import closed_hosts, inside
 from cluster.places import Amounts, Node, Place
 from cluster.pool_config import pool_of
 from cluster.router_settings import router_settings
@@ -76,9 +77,14 @@ def place(actor: type, name: str, options: Mapping[str, Any], start: Any) -> Any
 
 
 def hosts_now() -> tuple[list[Node], Mapping[str, Amounts]]:
-    """Return the hosts of the attached Ray, and the free resources of each, by node."""
+    """Return the hosts of the attached Ray, and the free resources of each, by node.
+
+    A closed host has none.
+    """
     nodes: list[Node] = ray.nodes()  # type: ignore[no-untyped-call]
-    return nodes, available_resources_per_node()  # type: ignore[no-untyped-call]
+    free: dict[str, Amounts] = available_resources_per_node()  # type: ignore[no-untyped-call]
+    closed = closed_hosts()
+    return nodes, {node_id: each for node_id, each in free.items() if node_id not in closed}
 
 
 def workers_on(node_id: str) -> frozenset[str]:
@@ -121,11 +127,7 @@ def needs_of(deployment: Deployment, worker_id: str) -> Amounts:
 
 
 def place_worker(deployment: Deployment, worker_id: str, where: Place) -> Any:
-    """Place a worker of either pool.
-
-    If its host is gone when Ray restarts it, it takes the same amounts of another one. While its
-    host lives, it waits for room there.
-    """
+    """Place a worker of either pool, in the group of its place if that has one."""
     config = deployment.config
     role = role_of(worker_id)
     start = WorkerStart(
@@ -150,7 +152,9 @@ def _scheduling(where: Place) -> dict[str, Any]:
     """Return Ray's options for a place."""
     others = dict(where.resources)
     options = {"num_gpus": others.pop("GPU", 0), "resources": others}
-    if where.node_id:
+    if where.group:
+        options["scheduling_strategy"] = inside(where)
+    elif where.node_id:  # of a worker that nothing limits, or that an older version has placed
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(where.node_id, soft=True)
     return options
 

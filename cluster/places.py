@@ -24,6 +24,7 @@ class Place:
 
     node_id: str = ""  # empty: wherever Ray finds room
     resources: Amounts = field(default_factory=dict)  # of Ray
+    group: str = ""  # that reserves them; see cluster.groups
 
 
 def choose_places(
@@ -40,7 +41,7 @@ def choose_places(
         nodes: The nodes of Ray.
         available: Free resources of each, by node_id.
     """
-    limited = {name: each for name, each in needs.items() if _is_limited(each)}
+    limited = {name: each for name, each in needs.items() if is_limited(each)}
     node_of = assign(_rooms(taken, nodes, available), _wishes(limited)) if limited else {}
     return {
         name: Place(node_id=node_of.get(name, ""), resources=each) for name, each in needs.items()
@@ -54,7 +55,7 @@ def check_room(places: Mapping[str, Place]) -> None:
         PlacementError: Names the workers, their needs, and the remedy.
     """
     homeless = [name for name, each in places.items() if not each.node_id]
-    _refuse({n: places[n].resources for n in homeless if _is_limited(places[n].resources)})
+    _refuse({n: places[n].resources for n in homeless if is_limited(places[n].resources)})
 
 
 def check_pool(needs: Mapping[str, Amounts], nodes: Sequence[Node]) -> None:
@@ -110,7 +111,8 @@ def told_amounts(amounts: Amounts) -> str:
     return " and ".join(f"{amount:g} {name}" for name, amount in sorted(amounts.items()))
 
 
-def _is_limited(amounts: Amounts) -> bool:
+def is_limited(amounts: Amounts) -> bool:
+    """Return whether a host has room for some workers with these needs only."""
     return max(amounts.values(), default=0.0) >= LEAST_ROOM
 
 
@@ -124,8 +126,8 @@ def _rooms(
         there = {name: each for name, each in taken.items() if each.node_id == node_id}
         free = {}
         for name, total in node["Resources"].items():
-            # A worker that waits for its place has not taken it yet, and others of this Ray may
-            # have taken what no worker has.
+            # What was reserved just now may still look free, and others of this Ray may have taken
+            # what no worker has.
             promised = sum(each.resources.get(name, 0.0) for each in there.values())
             left = min(available.get(node_id, {}).get(name, 0.0), total - promised)
             free[name] = max(0.0, left)  # while one moves, its place is promised twice
