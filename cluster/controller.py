@@ -494,8 +494,8 @@ class ControllerActor:
     async def _replace_for_ever(self) -> None:
         while not self._is_closed:
             with suppress(TimeoutError):
-                period_s = LOOK_S if self._ending else REPLACE_PERIOD_S
-                await asyncio.wait_for(self._has_ended.wait(), period_s)
+                async with asyncio.timeout(LOOK_S if self._ending else REPLACE_PERIOD_S):
+                    await self._has_ended.wait()
             self._has_ended.clear()
             try:
                 # Ray answers late while its head is away.

@@ -15,9 +15,10 @@ from cluster.config_file import load_config
 from cluster.controller import ControllerActor
 from cluster.deployment import Deployment
 from cluster.errors import ConfigError, PlacementError, StartError, Stopping
+from cluster.groups import Groups
 from cluster.membership import HEARD_S
 from cluster.placement import needs_of
-from cluster.places import Place
+from cluster.places import Place, is_limited
 from cluster.scaling import worker_ids
 from credentials.secret import ClusterSecret
 
@@ -58,6 +59,14 @@ class World:
         monkeypatch.setattr(module, "hosts_now", lambda: (NODES, self.available))
         monkeypatch.setattr(module, "_now", lambda: self.now)
         monkeypatch.setattr(module, "place_worker", self._place)
+        self.groups = {}  # group |-> workers that have had it
+        self.stuck = frozenset()
+        monkeypatch.setattr(module, "reserve", self._reserve)
+        monkeypatch.setattr(module, "group_of", self._group_of)
+        monkeypatch.setattr(module, "look_at_groups", self._look_at_groups)
+        monkeypatch.setattr(
+            module, "remove_groups", lambda groups: [self.groups.pop(each) for each in groups]
+        )
         self.most_workers = 99  # that the host can hold
         monkeypatch.setattr(module, "check_growth", self._check_growth)
         monkeypatch.setattr(module, "MemberServer", lambda *_, ports: RouterThatHears(self.told))
@@ -86,12 +95,27 @@ class World:
             worker_id, incarnation, "h:1", pool, is_leaving, *where, 7
         )
 
+    def _reserve(self, worker_id, where):
+        if where.group or not is_limited(where.resources):
+            return where
+        self.groups[f"of {worker_id}"] = {worker_id}
+        return replace(where, group=f"of {worker_id}")
+
+    def _group_of(self, worker_id):
+        return next((group for group, names in self.groups.items() if worker_id in names), "")
+
+    def _look_at_groups(self):
+        unused = {group for group, names in self.groups.items() if names.isdisjoint(self.names)}
+        return Groups(unused=frozenset(unused), stuck=self.stuck)
+
     def _check_growth(self, config, device, workers):
         if sum(workers.values()) > self.most_workers:
             raise PlacementError(f"too many: {sorted(workers.items())}")
 
     def _place(self, deployment, worker_id, where):
         self.placed[worker_id] = where
+        if where.group:
+            self.groups[where.group].add(worker_id)
         self.told.append(("place", worker_id))
         return worker_id
 
@@ -565,7 +589,8 @@ def test_a_new_worker_gets_the_host_of_those_that_it_talks_with(monkeypatch):
         world.names.remove("decode-1")
         await world.start()
         await world.controller.scale({"decode": 2}, 1.0)
-        assert world.placed == {"decode-1": Place(node_id="n1", resources={"GPU": 1.0})}
+        place = Place(node_id="n1", resources={"GPU": 1.0}, group="of decode-1")
+        assert world.placed == {"decode-1": place}
 
         # Ray has not yet given decode-1 its GPU, and has only one more there.
         world.names.append("decode-1")
@@ -579,6 +604,7 @@ def test_one_that_moves_leaves_its_place_to_one_of_the_other_pool(monkeypatch):
     async def main():
         world = World(monkeypatch, device="cuda")
         await world.start()
+        world.groups["its"] = {"prefill-1"}
 
         assert await world.controller.move("prefill-1", "decode", 7.0) == ("decode-2", "decode-2")
 
@@ -588,7 +614,8 @@ def test_one_that_moves_leaves_its_place_to_one_of_the_other_pool(monkeypatch):
             ("applied",),
             ("drain", "prefill-1", 7.0),
         ]
-        assert world.placed == {"decode-2": Place(node_id="n1", resources={"GPU": 1.0})}
+        place = Place(node_id="n1", resources={"GPU": 1.0}, group="its")
+        assert world.placed == {"decode-2": place}
         world.names.append("decode-2")
         assert (await world.controller.facts()).workers.counts == {"prefill": 1, "decode": 3}
         with pytest.raises(ConfigError, match="prefill-0 cannot be moved: the last prefill worker"):
@@ -600,6 +627,134 @@ def test_one_that_moves_leaves_its_place_to_one_of_the_other_pool(monkeypatch):
         name, _ = await world.controller.move("decode-2", "prefill", 7.0)
         assert name == "prefill-1"
         assert world.placed["prefill-1"] == world.placed["decode-2"], "the same place again"
+
+    asyncio.run(main())
+
+
+def test_one_of_an_older_version_has_no_group_and_leaves_its_host_to_its_successor(monkeypatch):
+    async def main():
+        world = World(monkeypatch, device="cuda")
+        await world.start()
+
+        await world.controller.move("prefill-1", "decode", 7.0)
+
+        assert world.placed == {"decode-2": Place(node_id="n1", resources={"GPU": 1.0})}
+        assert world.groups == {}
+
+    asyncio.run(main())
+
+
+async def until(is_so):
+    async with asyncio.timeout(5.0):
+        while not is_so():
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def world_of_groups(monkeypatch):
+    """A world whose workers have a GPU each, and whose controller looks again only if told."""
+    monkeypatch.setattr(module, "REPLACE_PERIOD_S", 600.0)
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    world = World(monkeypatch, device="cuda")
+    world.context.was_current_actor_reconstructed = True
+    world.groups = {f"of {name}": {name} for name in worker_names()}
+    return world
+
+
+def test_groups_go_as_soon_as_their_worker_has_ended_unless_another_one_has_them(world_of_groups):
+    world = world_of_groups
+
+    async def main():
+        await world.start()
+        await world.controller.move("prefill-1", "decode", 7.0)
+        world.names.append("decode-2")
+        await world.controller.drain("decode-1", 7.0)
+        for name in ("prefill-1", "decode-1"):
+            await world.controller.worker_left(name, 1)
+        await asyncio.sleep(0.02)
+        assert len(world.groups) == 4, "their actors have not ended yet"
+
+        world.names = [each for each in world.names if each not in {"prefill-1", "decode-1"}]
+        await until(lambda: "of decode-1" not in world.groups)
+        assert set(world.groups) == {"of prefill-0", "of decode-0", "of prefill-1"}
+
+        world.names.remove("decode-2")  # a command has ended it
+        await world.controller.forget(["decode-2"])
+        await until(lambda: set(world.groups) == {"of prefill-0", "of decode-0"})
+        assert world.told.count(("place", "decode-2")) == 1
+
+    asyncio.run(main())
+
+
+def test_a_group_whose_worker_is_just_being_placed_stays(world_of_groups, monkeypatch):
+    world = world_of_groups
+    looks = []
+
+    def look():
+        """Ask Ray when the group exists, and not yet the worker."""
+        looks.append(world._look_at_groups())
+        if len(looks) == 1:
+            world.names.append("decode-2")
+        return looks[-1]
+
+    world.groups["of decode-2"] = {"decode-2"}
+    monkeypatch.setattr(module, "look_at_groups", look)
+
+    async def main():
+        await world.start()
+        await world.controller.forget([])
+        await world.controller.worker_left("decode-7", 1)
+        await until(lambda: len(looks) >= 2)
+        await asyncio.sleep(0.02)
+        assert looks[0].unused == {"of decode-2"}
+        assert "of decode-2" in world.groups
+
+    asyncio.run(main())
+
+
+def test_before_the_launcher_has_placed_all_workers_no_group_goes(world_of_groups, monkeypatch):
+    world = world_of_groups
+    world.context.was_current_actor_reconstructed = False
+    monkeypatch.setattr(module, "REPLACE_PERIOD_S", 0.001)
+    for each in ("place_router", "place_gateway"):
+        monkeypatch.setattr(module, each, lambda *_: None)
+    world.groups["new"] = set()
+
+    async def main():
+        await world.start()
+        await asyncio.sleep(0.02)
+        assert "new" in world.groups
+        await world.controller.deploy()
+        await until(lambda: "new" not in world.groups)
+        assert set(world.groups) == {f"of {name}" for name in worker_names()}
+
+    asyncio.run(main())
+
+
+def test_workers_that_wait_in_vain_in_their_group_are_placed_anew_and_leaving_ones_end(
+    world_of_groups, monkeypatch
+):
+    world = world_of_groups
+
+    def kill(actor, no_restart):
+        assert no_restart
+        world.names.remove(actor.name)
+        world.stuck -= {actor.name}
+
+    async def main():
+        monkeypatch.setattr(ray, "kill", kill)
+        await world.start()
+        world.available = {"n2": {"GPU": 4.0}}  # Ray has closed n1
+        await world.controller.drain("prefill-1", 7.0)
+        world.stuck = frozenset({"prefill-1", "decode-1"})
+        await world.controller.worker_left("decode-7", 1)
+        await until(lambda: "decode-1" in world.placed)
+
+        assert world.placed == {
+            "decode-1": Place(node_id="n2", resources={"GPU": 1.0}, group="of decode-1")
+        }
+        assert (await world.controller.facts()).workers.counts == {"prefill": 1, "decode": 1}
+        await until(lambda: "of prefill-1" not in world.groups)
 
     asyncio.run(main())
 

@@ -18,6 +18,7 @@ from cluster.controller import ControllerActor
 from cluster.demo_model import demo_model_dir
 from cluster.deployment import Deployment
 from cluster.errors import ConfigError, PlacementError, RayLost, StartError
+from cluster.groups import Groups
 from cluster.launch import StartWatch, device_of_ray, start_cluster, start_local_ray
 from cluster.placement import (
     CONTROLLER_NAME,
@@ -269,6 +270,8 @@ def placed(monkeypatch):
     monkeypatch.setattr(controller_module, "MemberServer", lambda *_, ports: RouterThatHears([]))
     monkeypatch.setattr(ray.util, "list_named_actors", list)
     monkeypatch.setattr(controller_module, "hosts_now", lambda: ([], {}))
+    monkeypatch.setattr(controller_module, "has_come_back", lambda: False)
+    monkeypatch.setattr(controller_module, "reserve", lambda name, where: where)
     return placed
 
 
@@ -366,7 +369,7 @@ def test_workers_with_different_models_fail_the_start_with_the_difference():
 
 
 def failing_start(monkeypatch, error, **options):
-    """Start a cluster whose deployment fails; return the names of actors that were killed."""
+    """Start a cluster whose deployment fails; return killed actors, and then removed groups."""
     actors = {CONTROLLER_NAME: "own controller", ROUTER_NAME: "own router"}
     killed = []
 
@@ -388,6 +391,10 @@ def failing_start(monkeypatch, error, **options):
     monkeypatch.setattr(launch, "_deployed", fail)
     monkeypatch.setattr(launch, "named_actors", lambda: dict(actors))
     monkeypatch.setattr(ray, "kill", kill)
+    monkeypatch.setattr(
+        launch, "look_at_groups", lambda: Groups(unused=frozenset({"group"}), stuck=frozenset())
+    )
+    monkeypatch.setattr(launch, "remove_groups", killed.extend)
     config = load_config(None, {"model": "/models/tiny", "ray_address": "auto", "device": "cpu"})
     with pytest.raises(type(error) if isinstance(error, BaseException) else StartError):
         launch.deploy(config, "cpu", time.monotonic() + 5.0, StartWatch(), is_own_ray=False)
@@ -395,7 +402,8 @@ def failing_start(monkeypatch, error, **options):
 
 
 def test_a_start_that_fails_ends_its_own_cluster_and_no_other(monkeypatch):
-    assert failing_start(monkeypatch, StartError("late")) == ["own router", "own controller"]
+    ended = ["own router", "own controller", "group"]
+    assert failing_start(monkeypatch, StartError("late")) == ended
     other = {CONTROLLER_NAME: "other controller", ROUTER_NAME: "other router"}
     assert failing_start(monkeypatch, other) == []
     assert failing_start(monkeypatch, RayLost("it would not answer")) == []
@@ -406,6 +414,15 @@ def test_workers_start_beside_the_controller_which_learns_where_they_are(monkeyp
         asked.append(places)
         raise StartError("it is enough to have been asked")
 
+    def reserve(name, where):
+        events.append(("reserve", name, where.node_id))
+        return replace(where, group=36 * "2")
+
+    events = []
+    left_over = Groups(unused=frozenset({"of before"}), stuck=frozenset())
+    monkeypatch.setattr(launch, "look_at_groups", lambda: left_over)
+    monkeypatch.setattr(launch, "remove_groups", lambda groups: events.append({*groups}))
+    monkeypatch.setattr(launch, "reserve", reserve)
     asked, node = [], 56 * "1"
     nodes = [{"NodeID": node, "NodeManagerAddress": "10.0.0.1", "Alive": True}]
     nodes[0]["Resources"] = {"GPU": 2.0}
@@ -419,6 +436,10 @@ def test_workers_start_beside_the_controller_which_learns_where_they_are(monkeyp
         launch.deploy(config, "cuda", time.monotonic() + 5.0, StartWatch(), is_own_ray=True)
 
     assert list(placed) == [CONTROLLER_NAME, "prefill-0", "decode-0"]
+    assert events == [{"of before"}, ("reserve", "prefill-0", node), ("reserve", "decode-0", node)]
+    for name in ("prefill-0", "decode-0"):
+        where = placed[name][0]["scheduling_strategy"]
+        assert where.placement_group.id.hex() == 36 * "2"
     [places] = asked
     assert {name: each.node_id for name, each in places.items()} == {
         "prefill-0": node,
