@@ -44,6 +44,14 @@ OPTIONS: Mapping[str, Any] = {
     "decode_worker": {"local_prefill_max_tokens": 0},
 }
 
+PRINT_GROUPS = """
+import sys, ray
+ray.init(sys.argv[1], log_to_driver=False)
+for each in ray.util.placement_group_table().values():
+    if each["state"] != "REMOVED":
+        print(each["name"])
+"""
+
 
 class CommandFailed(Exception):
     """A command of the product or of Ray did not do what it should."""
@@ -165,10 +173,10 @@ class HostedCluster:
         self._keep(self.edge, "gateway", [*CLI, "gateway", *routers, *listen])
         _until_listens(self.edge, port, "the gateway")
 
-    def bring_up(self) -> None:
+    def bring_up(self, *flags: str) -> None:
         """Start the product's processes; returns when they serve."""
         began = time.monotonic()
-        self.command(self.head, "up", "--config", str(self.config))
+        self.command(self.head, "up", "--config", str(self.config), *flags)
         self.start_s = time.monotonic() - began
 
     def end(self) -> None:
@@ -208,6 +216,16 @@ class HostedCluster:
         except CommandFailed:
             return []
         return found
+
+    def places(self) -> list[str]:
+        """Return the workers for which Ray's places were reserved, in the order of their names."""
+        script = (sys.executable, "-c", PRINT_GROUPS, self.ray_address)
+        code, output, errors = self.head.run(
+            *script, timeout_s=START_TIMEOUT_S, environment=self._environment_of(self.head)
+        )
+        if code:
+            raise CommandFailed(f"groups of Ray: {code}: {errors}")
+        return sorted(each.rpartition("-")[0].partition("/")[2] for each in output.split())
 
     def sees_all(self, router: int = 1) -> bool:
         """Return whether a router runs and sees all workers ready."""

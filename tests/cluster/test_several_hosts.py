@@ -17,7 +17,7 @@ import pytest
 from benchmarks.client_processes import ClientProcesses
 from benchmarks.fault_cases import FAULTS
 from benchmarks.faults import run_once
-from benchmarks.hosted_cluster import hosted_cluster, until
+from benchmarks.hosted_cluster import CommandFailed, hosted_cluster, until
 from benchmarks.hosts import NETWORKS, why_no_hosts
 from benchmarks.jumping_clock import why_no_clocks
 from benchmarks.prompts import Seeds, token_ids, wave
@@ -38,6 +38,7 @@ IP_VERSION = 4 if why_no_hosts(6) else 6
 TIMEOUT_S = 120.0
 MIN_RATE, MAX_LATE_S = 19.0, 3.0  # of requests; they come at 20 a second
 GRACE = "--grace-s 0.5"  # which some answers outlast
+WORKERS = ["decode-0", "decode-1", "prefill-0", "prefill-1"]
 IDLE_S = 30.0  # until what a load has left is gone
 
 
@@ -86,6 +87,7 @@ def test_pages_move_between_hosts_and_the_tokens_are_those_of_one_process(cluste
 
     records = clients.run(cluster.addresses, cluster.vocab_size, specs, TIMEOUT_S)
 
+    assert cluster.places() == WORKERS
     for host in cluster.worker_hosts:
         there = {name.partition("-")[0] for name, at in hosts_of.items() if at == host.address}
         assert there == {"prefill", "decode"}
@@ -114,6 +116,7 @@ def test_a_host_of_workers_that_loses_its_power_costs_no_token_and_comes_back(
     assert row["resumed"] > 0
     assert row["pages_moved"] > 0
     assert row["decode_prompt_tokens"] == 0
+    assert cluster.places() == WORKERS
 
 
 # Not before tests that restart workers of the same cluster: after it Ray may start none again.
@@ -210,6 +213,7 @@ def test_a_host_that_goes_is_drained_under_load_without_a_failed_request(cluster
         "this host has no worker, and gets no new ones",
     ]
     assert_served(cluster, load)
+    assert cluster.places() == WORKERS
     after = incarnations(cluster)
     assert {name for name, start in after.items() if before.get(name) != start} == there
 
@@ -225,7 +229,7 @@ def test_a_worker_moves_to_the_other_pool_and_back_under_load_without_a_failed_r
 
     def work():
         there = on_head(cluster, "move", "prefill-1", "--to", "decode")
-        moved = places()
+        moved = *places(), cluster.places()
         return there, moved, on_head(cluster, "move", "decode-2", "--to", "prefill")
 
     before = places()
@@ -233,12 +237,12 @@ def test_a_worker_moves_to_the_other_pool_and_back_under_load_without_a_failed_r
 
     assert_served(cluster, load)
     assert there.splitlines()[-1] == "the cluster has 1 prefill and 3 decode workers"
-    assert moved == (before[0], {"prefill": 1, "decode": 3}), "in the place of the one that left"
+    assert moved == (before[0], {"prefill": 1, "decode": 3}, WORKERS), "in the place that was left"
     assert back.splitlines()[-1] == "the cluster has 2 prefill and 2 decode workers"
     assert places() == before
 
 
-# The last one: it leaves a worker less. prefill-0 and decode-0 restart before others leave, so that
+# Then it leaves a worker less. prefill-0 and decode-0 restart before others leave, so that
 # pages of those that leave would be missed there in the end.
 def test_drains_scaling_and_restarts_under_load_fail_no_request(cluster, clients):
     def run(*commands):
@@ -281,3 +285,21 @@ def test_drains_scaling_and_restarts_under_load_fail_no_request(cluster, clients
     assert not before & set(incarnations(cluster).values())
     resumed = [each for each in usages if each.resumptions and each.completion_tokens == LONG]
     assert any(len(set(each.decode_workers)) > 1 for each in resumed), "some ended elsewhere"
+    until(lambda: len(cluster.places()) == 3, IDLE_S, "one place less")
+
+
+def test_a_cluster_that_ends_or_does_not_start_leaves_nothing_reserved(cluster):
+    cluster.end()
+    assert cluster.places() == []
+
+    with pytest.raises(CommandFailed, match="not ready after 1 s"):
+        cluster.bring_up("--start-timeout-s", "1")
+    assert cluster.places() == []
+
+    starting = cluster.begin(cluster.head, "up", "--config", str(cluster.config))
+    until(lambda: cluster.places() == WORKERS, TIMEOUT_S, "all places")
+    for process in cluster.head.processes("cli up"):
+        process.kill()
+    starting.wait(TIMEOUT_S)
+    cluster.end()
+    assert cluster.places() == []
