@@ -508,11 +508,14 @@ class ControllerActor:
                 log.exception("replacing_failed")
 
     async def _tidy_groups(self) -> None:
-        """Remove groups that no worker has, and place workers again that wait in vain in theirs."""
+        """Remove groups that no worker has, and place workers again that wait in vain in theirs.
+
+        A leaving one that has come back ends: it serves no request, and its successor may be first.
+        """
         if not self._is_deployed:
             return
         found = await asyncio.to_thread(look_at_groups)
-        if not found.unused and not found.stuck:
+        if not (found.unused or found.stuck or found.unready & self._membership.leaving):
             return
         # Workers are placed on this loop, without an await: the second look sees the worker of a
         # group that was new in the first one, and the group of such a worker.
@@ -521,18 +524,18 @@ class ControllerActor:
         if self._is_closed:
             return
         remove_groups(found.unused)
-        if not found.stuck:
-            return
-        for worker_id in found.stuck:
+        leaving = found.unready & self._membership.leaving
+        displaced = found.stuck - leaving
+        for worker_id in leaving | displaced:
             with suppress(ValueError):  # somebody has ended it
                 ray.kill(ray.get_actor(worker_id), no_restart=True)
-        for worker_id in found.stuck & self._membership.leaving:
+        for worker_id in leaving:
             self._forget(worker_id)
             self._publish()
-        for name, where in self._places_for(sorted(found.stuck - self._membership.gone)).items():
+        for name, where in self._places_for(sorted(displaced)).items():
             log.warning("worker_displaced", extra=fields(worker_id=name))
             self._place(name, where)
-        self._has_ended.set()  # nobody has their groups now
+            self._has_ended.set()  # nobody has its old group now
 
     def _replace_missing(self, existing: frozenset[str]) -> None:
         """Place workers again that have served and are to stay, but whose actors are gone.

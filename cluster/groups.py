@@ -32,13 +32,18 @@ class Groups:
     """What Ray's tables say; a worker that is placed just then may be missing in one of them."""
 
     unused: frozenset[str]  # groups that no living actor has
-    # Workers without a process whose group is gone, or on a host that Ray has closed: they wait for
-    # ever, or until the host has ended.
+    unready: frozenset[str]  # workers without a process, or which still load
+    # Those of them whose group is gone, or on a host that Ray has closed: they would wait for ever,
+    # or until the host has ended.
     stuck: frozenset[str]
 
     def __and__(self, other: "Groups") -> "Groups":
         """Return what two looks have in common."""
-        return Groups(unused=self.unused & other.unused, stuck=self.stuck & other.stuck)
+        return Groups(
+            unused=self.unused & other.unused,
+            unready=self.unready & other.unready,
+            stuck=self.stuck & other.stuck,
+        )
 
 
 def reserve(worker_id: str, where: Place) -> Place:
@@ -80,15 +85,18 @@ def look_at_groups() -> Groups:
     }
     closed = closed_hosts()
     actors = {each.actor_id: each for each in _living_actors()}.values()
-    waiting = [
-        each for each in actors if is_worker(each.name) and each.state != ActorTableData.ALIVE
-    ]
+    group_of_unready = {
+        each.name: _hex(each)
+        for each in actors
+        if is_worker(each.name) and each.state != ActorTableData.ALIVE
+    }
     return Groups(
         unused=frozenset(node_of) - {_hex(each) for each in actors},
+        unready=frozenset(group_of_unready),
         stuck=frozenset(
-            each.name
-            for each in waiting
-            if (group := _hex(each)) and (group not in node_of or node_of[group] in closed)
+            name
+            for name, group in group_of_unready.items()
+            if group and (group not in node_of or node_of[group] in closed)
         ),
     )
 

@@ -60,7 +60,7 @@ class World:
         monkeypatch.setattr(module, "_now", lambda: self.now)
         monkeypatch.setattr(module, "place_worker", self._place)
         self.groups = {}  # group |-> workers that have had it
-        self.stuck = frozenset()
+        self.unready = self.stuck = frozenset()
         monkeypatch.setattr(module, "reserve", self._reserve)
         monkeypatch.setattr(module, "group_of", self._group_of)
         monkeypatch.setattr(module, "look_at_groups", self._look_at_groups)
@@ -106,7 +106,7 @@ class World:
 
     def _look_at_groups(self):
         unused = {group for group, names in self.groups.items() if names.isdisjoint(self.names)}
-        return Groups(unused=frozenset(unused), stuck=self.stuck)
+        return Groups(unused=frozenset(unused), unready=self.unready, stuck=self.stuck)
 
     def _check_growth(self, config, device, workers):
         if sum(workers.values()) > self.most_workers:
@@ -731,14 +731,16 @@ def test_before_the_launcher_has_placed_all_workers_no_group_goes(world_of_group
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("is_stuck", [True, False], ids=["stuck", "behind its successor"])
 def test_workers_that_wait_in_vain_in_their_group_are_placed_anew_and_leaving_ones_end(
-    world_of_groups, monkeypatch
+    world_of_groups, monkeypatch, is_stuck
 ):
     world = world_of_groups
 
     def kill(actor, no_restart):
         assert no_restart
         world.names.remove(actor.name)
+        world.unready -= {actor.name}
         world.stuck -= {actor.name}
 
     async def main():
@@ -746,7 +748,8 @@ def test_workers_that_wait_in_vain_in_their_group_are_placed_anew_and_leaving_on
         await world.start()
         world.available = {"n2": {"GPU": 4.0}}  # Ray has closed n1
         await world.controller.drain("prefill-1", 7.0)
-        world.stuck = frozenset({"prefill-1", "decode-1"})
+        world.unready = frozenset({"prefill-1", "decode-1", "decode-0"})
+        world.stuck = frozenset({"prefill-1", "decode-1"} if is_stuck else {"decode-1"})
         await world.controller.worker_left("decode-7", 1)
         await until(lambda: "decode-1" in world.placed)
 
@@ -754,6 +757,7 @@ def test_workers_that_wait_in_vain_in_their_group_are_placed_anew_and_leaving_on
             "decode-1": Place(node_id="n2", resources={"GPU": 1.0}, group="of decode-1")
         }
         assert (await world.controller.facts()).workers.counts == {"prefill": 1, "decode": 1}
+        assert "decode-0" in world.names, "it loads"
         await until(lambda: "of prefill-1" not in world.groups)
 
     asyncio.run(main())

@@ -368,6 +368,10 @@ def test_workers_with_different_models_fail_the_start_with_the_difference():
         _refuse_misfits({"decode-1": reason})
 
 
+def groups_without_workers(*groups):
+    return Groups(unused=frozenset(groups), unready=frozenset(), stuck=frozenset())
+
+
 def failing_start(monkeypatch, error, **options):
     """Start a cluster whose deployment fails; return killed actors, and then removed groups."""
     actors = {CONTROLLER_NAME: "own controller", ROUTER_NAME: "own router"}
@@ -391,9 +395,7 @@ def failing_start(monkeypatch, error, **options):
     monkeypatch.setattr(launch, "_deployed", fail)
     monkeypatch.setattr(launch, "named_actors", lambda: dict(actors))
     monkeypatch.setattr(ray, "kill", kill)
-    monkeypatch.setattr(
-        launch, "look_at_groups", lambda: Groups(unused=frozenset({"group"}), stuck=frozenset())
-    )
+    monkeypatch.setattr(launch, "look_at_groups", lambda: groups_without_workers("group"))
     monkeypatch.setattr(launch, "remove_groups", killed.extend)
     config = load_config(None, {"model": "/models/tiny", "ray_address": "auto", "device": "cpu"})
     with pytest.raises(type(error) if isinstance(error, BaseException) else StartError):
@@ -419,7 +421,7 @@ def test_workers_start_beside_the_controller_which_learns_where_they_are(monkeyp
         return replace(where, group=36 * "2")
 
     events = []
-    left_over = Groups(unused=frozenset({"of before"}), stuck=frozenset())
+    left_over = groups_without_workers("of before")
     monkeypatch.setattr(launch, "look_at_groups", lambda: left_over)
     monkeypatch.setattr(launch, "remove_groups", lambda groups: events.append({*groups}))
     monkeypatch.setattr(launch, "reserve", reserve)
