@@ -7,6 +7,8 @@ from itertools import count
 
 import pytest
 import ray
+from ray._raylet import GcsClient
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -113,6 +115,17 @@ def came_back(actor, pid):
     return found if found[0] != pid else None
 
 
+def demand():
+    """Return the resources of which Ray tells its autoscaler that groups wait for them."""
+    client = GcsClient(address=ray.get_runtime_context().gcs_address)
+    return [
+        dict(each.resources_bundle)
+        for group in get_cluster_resource_state(client).pending_gang_resource_requests
+        for selector in group.bundle_selectors
+        for each in selector.resource_requests
+    ]
+
+
 def competitor(node_id):
     """Start an actor of somebody else that wants the GPU of a host, and waits for it."""
     where = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -159,7 +172,9 @@ def test_a_worker_without_room_waits_as_demand_and_takes_the_host_that_comes(hos
     answer(taken)
     waiting = start("decode-1", reserve("decode-1", Place(node_id=host.node_id, resources=NEEDS)))
     assert ray.wait([waiting.where.remote()], timeout=1.0)[0] == []
-    assert look_at_groups().stuck == frozenset()
+    found = look_at_groups()
+    assert (found.unused, found.unready, found.stuck) == (set(), {"decode-1"}, set())
+    assert until(demand) == [NEEDS]
 
     other = hosts.add()
 
@@ -192,6 +207,7 @@ def test_a_worker_that_ends_on_a_closed_host_is_found_as_is_one_without_its_grou
     remove_groups([group_of("decode-1")])
 
     until(lambda: look_at_groups().stuck == {"decode-0", "decode-1"})
+    assert look_at_groups().unready == {"decode-0", "decode-1"}
 
 
 def test_nothing_is_reserved_twice_nor_for_a_worker_that_nothing_limits(hosts):
