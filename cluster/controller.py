@@ -535,7 +535,6 @@ class ControllerActor:
         for name, where in self._places_for(sorted(displaced)).items():
             log.warning("worker_displaced", extra=fields(worker_id=name))
             self._place(name, where)
-            self._has_ended.set()  # nobody has its old group now
 
     def _replace_missing(self, existing: frozenset[str]) -> None:
         """Place workers again that have served and are to stay, but whose actors are gone.
