@@ -389,6 +389,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     add_commit(parser)
     options = parser.parse_args()
+    found = conditions("corruption", options.commit)  # before this process hides GPUs from itself
     try:
         count, configuration = measure(
             options.pages,
@@ -399,7 +400,7 @@ def main() -> None:
     except NoTransport as error:
         raise SystemExit(f"error: {error}") from None
     head = {
-        **conditions("corruption", options.commit),
+        **found,
         "configuration": {
             "model": "demo model",
             **configuration,

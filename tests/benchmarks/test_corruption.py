@@ -1,11 +1,13 @@
 """That damaged pages are really damaged, found and never read, over real sockets and engines."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks import corruption
 from benchmarks.corruption import PAGES, Count, measure
 from benchmarks.damaging_sender import NoTransport
 from benchmarks.page_damage import KINDS, Damage, damaged
@@ -49,6 +51,27 @@ def test_every_damaged_page_is_found_and_none_is_read() -> None:
     assert count.whole_transfers > count.failed_whole_transfers == 0
     assert count.wrong_commits == 0
     assert count.tokens > count.wrong_tokens == 0
+
+
+def test_a_result_names_all_gpus_although_the_receiver_sees_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def sees_one(*_args: object, **_options: object) -> tuple[Count, dict[str, object]]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        return Count(), {}
+
+    def conditions(*_args: object) -> dict[str, object]:
+        return {"hardware": {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")}}
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(corruption, "measure", sees_one)
+    monkeypatch.setattr(corruption, "conditions", conditions)
+    out = tmp_path / "corruption.json"
+    monkeypatch.setattr("sys.argv", ["corruption", "--out", str(out)])
+
+    corruption.main()
+
+    assert json.loads(out.read_text())["hardware"]["gpus"] == ["0", "1"]
 
 
 @pytest.mark.thorough
