@@ -20,9 +20,9 @@ from benchmarks.measured_host import in_short
 from benchmarks.serving_figures import ARMS, VLLM
 from benchmarks.stream_statistics import Row
 from benchmarks.targets import (
-    MIX_FILE,
     SERVING_FILE,
     SERVING_MS,
+    SHARED_FILE,
     TRANSFERS_FILE,
     other_outcomes,
     serving_outcomes,
@@ -112,7 +112,7 @@ def headline(cases: Collection[str] = ()) -> str:
 
 def serving() -> str:
     """Every case of a cluster without prefill workers, and on two GPUs with one."""
-    pools = _rows_of(SERVING_FILE) | _rows_of(MIX_FILE)
+    pools = _rows_of(SHARED_FILE) | _rows_of(SERVING_FILE)
     return table(
         ("case", "0 + 1, ms", "least", "most", "1 + 1, ms", "vLLM 0.24.0, ms", "0 + 1, tokens/s"),
         (

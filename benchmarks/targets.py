@@ -15,8 +15,7 @@ from benchmarks.stream_statistics import Row
 
 RESULTS = Path(__file__).parent / "results"
 SERVING_FILE = "serving-matrix-h200-x2.json"
-MIX_FILE = "mixed-h200-x2.json"  # newer
-FIRST_TOKENS_FILE = "first-tokens-h100-x2.json"  # newer; both GPUs compute equally fast
+SHARED_FILE = "serving-matrix-earlier-h200-x2.json"  # the only one with these cases
 STARTS_FILE = "ready-h100-x2.json"
 KILLS_FILE = "kills-nccl-h100-x2.json"
 MEMORY_FILE = "kills-nccl-memory-h100-x2.json"
@@ -70,7 +69,7 @@ class Outcome:
 def serving_outcomes() -> Iterator[Outcome]:
     """Yield the targets of the serving matrix."""
     for case, target in SERVING_MS.items():
-        file = {"ttft": FIRST_TOKENS_FILE, "mixed": MIX_FILE}.get(case.split("/")[0], SERVING_FILE)
+        file = SHARED_FILE if case.startswith("shared/") else SERVING_FILE
         found = _rows(file)[case]["ms"]
         yield Outcome(what=case, target=target, found=found, unit="ms", file=file)
 
