@@ -93,10 +93,15 @@ class Admission:
         self.max_request_fields = MAX_REQUEST_FIELDS
         self.sampling_defaults = folder.defaults.replaced(config.sampling_defaults)
 
-    def take_place(self, tenant: Tenant) -> None:
+    def take_place(self, tenant: Tenant, num_answers: int = 1) -> None:
         """Take a place among the active requests, until `leave_place`.
 
+        Args:
+            tenant: Whose call it is.
+            num_answers: The choices that the call asks for; 1 if it generates nothing.
+
         Raises:
+            InvalidRequest: The tenant may never have as many answers at a time.
             Overloaded: No place is free, or none for this tenant, which must not have all.
             RouterStops: The router takes no new requests.
         """
@@ -108,7 +113,7 @@ class Admission:
                 f"{limit} requests are active, the limit of this router",
                 self._config.retry_delay_s,
             )
-        tenant.check_active(self._config.retry_delay_s)
+        tenant.check_active(num_answers, self._config.retry_delay_s)
         if not may_take(tenant.num_active, self.num_active, limit, tenant.rules.weight_of_room):
             raise Overloaded(
                 f"{tenant.num_active} calls of this tenant are active; the rest of the "
@@ -117,12 +122,14 @@ class Admission:
             )
         self.num_active += 1
         tenant.num_active += 1
+        tenant.num_answers += num_answers
         self._idle.clear()
 
-    def leave_place(self, tenant: Tenant) -> None:
-        """Give a place back."""
+    def leave_place(self, tenant: Tenant, num_answers: int = 1) -> None:
+        """Give back what `take_place` took."""
         self.num_active -= 1
         tenant.num_active -= 1
+        tenant.num_answers -= num_answers
         if not self.num_active:
             self._idle.set()
 

@@ -125,7 +125,7 @@ class Call:
         self._arrived_at = asyncio.get_running_loop().time()
         self._span: NoSpan = NO_SPAN
         self._tenant: Tenant | None = None
-        self._has_place = False
+        self._num_answers = 0  # for which it holds a place
         self._account: Account | None = None
         self._admitting: asyncio.Task[None] | None = None
         self._generation: Generation | None = None
@@ -221,8 +221,9 @@ class Call:
     def _enter(self, request: Any, time_remaining_s: float | None) -> Asking:
         reception = self._reception
         self._tenant = current_tenant(reception.tenants)
-        reception.admission.take_place(self._tenant)
-        self._has_place = True
+        num_answers = request.sampling.n or 1
+        reception.admission.take_place(self._tenant, num_answers)
+        self._num_answers = num_answers
         self._account = Account(self._tenant)
         resumption = wire.resumption(request)
         if resumption is None:
@@ -295,8 +296,8 @@ class Call:
                 may_have_run=generation is not None and generation.may_have_run,
                 is_refused=isinstance(self.error, Overloaded | NoWorker | RequestLost),
             )
-        if self._tenant and self._has_place:
-            admission.leave_place(self._tenant)
+        if self._tenant and self._num_answers:
+            admission.leave_place(self._tenant, self._num_answers)
         if self._tenant and isinstance(self.error, Overloaded):
             self._tenant.counts.refused += 1
         admission.num_finished += outcome == "ok"

@@ -6,7 +6,7 @@ from math import inf
 from typing import Any
 
 from options.option import check_options, option
-from router.errors import Overloaded
+from router.errors import InvalidRequest, Overloaded
 from router.tenants.bucket import Bucket, Charge
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
@@ -45,7 +45,10 @@ class TenantRules:
         at_most=1_000_000_000_000,
     )
     max_active_requests: int = option(
-        0, "Calls at a time; 0: as many as router.max_active_requests leaves.", at_least=0
+        0,
+        "Answers at a time: a call that asks for several counts as that many; 0: any number, in as "
+        "many calls as router.max_active_requests leaves.",
+        at_least=0,
     )
     weight: float = option(
         1.0,
@@ -116,6 +119,7 @@ class Tenant:
         self.rules = rules
         self.counts = TenantCounts()
         self.num_active = 0  # calls that hold a place among the router's active requests
+        self.num_answers = 0  # that these calls ask for; 1 each where a call generates nothing
         self._requests = Bucket(**_request_rate(rules), now=now)
         self._tokens = Bucket(**_token_rate(rules), now=now)
 
@@ -129,19 +133,24 @@ class Tenant:
         self._tokens.change(**_token_rate(rules), now=now)
         self.rules = rules
 
-    def check_active(self, retry_delay_s: float) -> None:
-        """Refuse a call while as many as are allowed are active.
+    def check_active(self, num_answers: int, retry_delay_s: float) -> None:
+        """Refuse a call that asks for more answers than this tenant may have now.
 
         Raises:
+            InvalidRequest: It may never have as many.
             Overloaded: With the delay, which is a guess: nobody knows when a call ends.
         """
         limit = self.rules.max_active_requests
-        if limit and self.num_active >= limit:
-            raise Overloaded(
-                f"max_active_requests: found {self.num_active} active calls of this tenant; "
-                f"allowed: {limit}",
-                retry_delay_s,
-            )
+        if not limit or self.num_answers + num_answers <= limit:
+            return
+        if num_answers > limit:
+            allowed = f"at most {limit}, this tenant's max_active_requests"
+            raise InvalidRequest("sampling.n", str(num_answers), allowed)
+        raise Overloaded(
+            f"max_active_requests: found {self.num_answers} active answers of this tenant, and "
+            f"{num_answers} more; allowed: {limit}",
+            retry_delay_s,
+        )
 
     def begin(self, now: float) -> Charge:
         """Charge a generation or a call of Tokenize; `keep_request` or `give_back_request` decides.

@@ -46,6 +46,7 @@ def tenant_leaks(tenants: Tenants) -> list[str]:
     held: dict[str, int] = {}
     for each in (tenants.own, *tenants.told):
         held[f"places of {each.name}"] = each.num_active
+        held[f"answers of {each.name}"] = each.num_answers
         held[f"charged requests of {each.name}"] = len(each._requests._charges) - 1
         held[f"charged prompts of {each.name}"] = len(each._tokens._charges) - 1
     return _told(held)

@@ -182,7 +182,7 @@ def test_tokens_of_a_call_that_its_client_left_count() -> None:
     run_virtual(main())
 
 
-def test_a_tenant_has_so_many_calls_at_a_time() -> None:
+def test_a_tenant_has_so_many_answers_at_a_time() -> None:
     async def main() -> None:
         known = tenants(rules("acme", max_active_requests=2), rules("globex"))
         worker = ScriptedWorker("decode-0", token_s=0.1)
@@ -192,11 +192,36 @@ def test_a_tenant_has_so_many_calls_at_a_time() -> None:
             refused = await tested.generate(token="acme")
             assert delay_s(refused) > 0
             assert refused.error is not None
-            told = "max_active_requests: found 2 active calls of this tenant; allowed: 2"
-            assert told in (refused.error.details() or "")
+            told = "found 2 active answers of this tenant, and 1 more; allowed: 2"
+            assert f"max_active_requests: {told}" in (refused.error.details() or "")
             assert (await tested.generate(token="globex")).error is None
             await asyncio.gather(*running)
             assert (await tested.generate(token="acme")).error is None
+
+    run_virtual(main())
+
+
+def test_each_choice_of_a_call_counts_as_an_answer() -> None:
+    """Else a tenant could fill the workers with `n` times as much as its limit."""
+
+    async def main() -> None:
+        known = tenants(rules("acme", max_active_requests=4), rules("globex"))
+        worker = ScriptedWorker("decode-0", token_s=0.1)
+        async with running_router(worker, tenants=known) as tested:
+            running = asyncio.create_task(tested.generate(token="acme", request=asking(n=3)))
+            await asyncio.sleep(0.1)
+            refused = await tested.generate(token="acme", request=asking(n=2))
+            assert delay_s(refused) > 0
+            assert (await tested.generate(token="acme", request=asking(n=1))).error is None
+            assert (await tested.generate(token="globex", request=asking(n=5))).error is None
+            assert (await running).error is None
+            assert (await tested.generate(token="acme", request=asking(n=4))).error is None
+
+            never = (await tested.generate(token="acme", request=asking(n=5))).error
+            assert never is not None
+            assert never.code() is grpc.StatusCode.INVALID_ARGUMENT
+            told = "sampling.n: found 5; allowed: at most 4, this tenant's max_active_requests"
+            assert told in (never.details() or "")
 
     run_virtual(main())
 
