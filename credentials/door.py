@@ -6,6 +6,7 @@ Every listening socket of a router, worker, controller or HTTP gateway is opened
 import logging
 import socket
 import ssl
+import time
 from dataclasses import dataclass
 
 import grpc
@@ -14,11 +15,13 @@ from credentials.config import TlsSettings
 from credentials.errors import OpenInClear
 from observability.logs import fields
 from pagewire.protos.grpc_options import WORKER_CHANNEL_OPTIONS
-from pagewire.protos.pem import LivePem, PemError, PemFiles, client_context, server_context
+from pagewire.protos.pem import LivePem, Pem, PemError, PemFiles, client_context, server_context
 from pagewire.protos.tls_channel import TlsChannel
 from protos.addresses import is_loopback, join_address
 
 log = logging.getLogger(__name__)
+
+SETTLE_S = 0.05  # for gRPC to make a handshaker, which takes it some 10 us
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,15 +177,31 @@ def _log_refused(error: PemError) -> None:
 
 def _server_credentials(live: LivePem) -> grpc.ServerCredentials:
     """Return credentials that gRPC asks for at each connection."""
+    given = live.current()
 
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        pem = live.current()
-        return grpc.ssl_server_certificate_configuration(
-            [(pem.key, pem.certificate)], root_certificates=pem.authority or None
-        )
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        """Return the files if they are others than before; None: they are the same.
+
+        gRPC calls this before a handshake, and then makes the handshaker without its lock (1.85).
+        If another thread replaces the configuration meanwhile, the handshaker refers to freed
+        memory, which ends the process. So nothing replaces what has not changed; and what has is
+        replaced after a time in which the other threads, which have asked before, are done.
+        """
+        nonlocal given
+        if (pem := live.current()) is given:
+            return None
+        given = pem
+        time.sleep(SETTLE_S)
+        return _configuration(pem)
 
     return grpc.dynamic_ssl_server_credentials(
-        configuration(),
-        configuration,
-        require_client_authentication=bool(live.current().authority),
+        _configuration(given),
+        renewed,
+        require_client_authentication=bool(given.authority),
+    )
+
+
+def _configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(pem.key, pem.certificate)], root_certificates=pem.authority or None
     )

@@ -203,6 +203,34 @@ def test_new_connections_show_a_renewed_certificate_while_old_streams_live(
     run(scenario)
 
 
+def test_connections_replace_nothing_that_has_not_changed(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC frees what is replaced while other connections begin, which has ended the process."""
+    made: list[Any] = []
+    make = grpc.ssl_server_certificate_configuration
+
+    def count(*arguments: Any, **named: Any) -> Any:
+        made.append(make(*arguments, **named))
+        return made[-1]
+
+    monkeypatch.setattr(grpc, "ssl_server_certificate_configuration", count)
+
+    async def scenario() -> None:
+        pair = authority.pair("pagewire")
+        settings = TlsSettings(inside=authority.inside(pair))
+        async with echo(ClusterLinks(settings).door) as address:
+            for _ in range(5):
+                await asyncio.to_thread(shown_by, address, settings)
+            assert len(made) == 1
+            authority.pair("pagewire", "renewed", replaces=pair)
+            for _ in range(5):
+                await asyncio.to_thread(shown_by, address, settings)
+            assert len(made) == 2
+
+    run(scenario)
+
+
 def test_a_broken_renewal_leaves_server_and_channel_as_they_were(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
