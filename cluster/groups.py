@@ -7,6 +7,7 @@ so a group goes after its worker: the controller removes those of workers that a
 ends the cluster removes all.
 """
 
+import logging
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -25,6 +26,11 @@ PREFIX = "pagewire/"  # of the names of all groups
 REMOVED = "REMOVED"  # Ray remembers such groups
 # An actor that takes the next step meanwhile is seen in the next state; the first one comes twice.
 LIVING = ("RESTARTING", "DEPENDENCIES_UNREADY", "PENDING_CREATION", "ALIVE", "RESTARTING")
+
+# Ray warns of each restartable actor in a group, since whoever removes the group ends the actor for
+# good. That is meant here, and the controller places a worker anew that loses its group otherwise.
+_INTENDED = "Scheduling a restartable detached actor with a placement group is not recommended"
+logging.getLogger("ray.actor").addFilter(lambda each: not each.getMessage().startswith(_INTENDED))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,6 @@
 """Groups of workers on a Ray of several hosts of this machine; the workers do nothing."""
 
+import logging
 import os
 import signal
 import time
@@ -133,6 +134,19 @@ def competitor(node_id):
     actor = place(Idle, f"other-{next(numbers)}", options, None)
     assert ray.wait([actor.where.remote()], timeout=1.0)[0] == []
     return actor
+
+
+def test_ray_warns_nobody_of_a_group_that_is_meant(host):
+    lines = []
+    listener = logging.Handler()
+    listener.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("ray.actor").addHandler(listener)
+    try:
+        start("decode-0", reserve("decode-0", Place(node_id=host.node_id, resources=NEEDS)))
+    finally:
+        logging.getLogger("ray.actor").removeHandler(listener)
+
+    assert lines == []
 
 
 def test_a_place_is_kept_while_ray_restarts_its_worker_whoever_else_waits_for_it(host):
