@@ -68,6 +68,7 @@ PLOTS: dict[str, TablePlot] = {
         unit="s", series=("before, least", "before, median", "after, least", "after, median")
     ),
     "row-tails": TablePlot(unit="times torch's time", line_at=1.0),
+    "announced-chunks": TablePlot(unit="ms", is_from_zero=True),
     "handed-sums": TablePlot(unit="times torch's time", columns=(2, 3, 4), line_at=1.0),
     "idle-first-token": TablePlot(unit="us", rows=(*range(6), *range(7, 13))),
     "folded-segments": TablePlot(unit="us", is_relative=True),

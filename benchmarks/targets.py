@@ -21,6 +21,7 @@ KILLS_FILE = "kills-nccl-h100-x2.json"
 MEMORY_FILE = "kills-nccl-memory-h100-x2.json"
 IPC_KILLS_FILE = "kills-ipc-h200-x2.json"  # pages on the way that GPUs of one host choose
 TRANSFERS_FILE = "transfers-h200-x2.json"
+HIDDEN_FILE = "transfers-announced-h100-x2.json"  # since chunks are announced before their digests
 HIDDEN_TOKENS = (8192, 16_384, 32_768)  # from four passes of a prefill worker on
 
 Figure = tuple[str, float, float, str, bool]  # fields of Outcome but for the file
@@ -83,6 +84,7 @@ def other_outcomes() -> Iterator[Outcome]:
         seconds = _rows(STARTS_FILE)[case]["seconds"]
         yield Outcome(what=f"`{case}`", target=target, found=seconds, unit="s", file=STARTS_FILE)
     yield from _transfers(TRANSFERS_FILE)
+    yield _hidden(HIDDEN_FILE)
     yield from _pools("disaggregation-h200.json")
     yield _limited_pools("itl-h100-x4.json", "itl-30ms-h100-x4.json")
     chats = _rows(TRANSFERS_FILE)["itl/disaggregated"]
@@ -102,8 +104,7 @@ def other_outcomes() -> Iterator[Outcome]:
 
 def _transfers(file: str) -> Iterator[Outcome]:
     rows = _rows(file)
-    shares = {tokens: rows[f"transfer/ttft_share@{tokens}"] for tokens in HIDDEN_TOKENS}
-    longest, least_hidden = shares[32_768], min(each["hidden_share"] for each in shares.values())
+    longest = rows["transfer/ttft_share@32768"]
     figures: tuple[Figure, ...] = (
         (
             "pages of 32,768 tokens, end to end",
@@ -113,9 +114,20 @@ def _transfers(file: str) -> Iterator[Outcome]:
             True,
         ),
         ("a transfer's share of their first token", 5, 100 * longest["share"], "%", False),
-        ("of it hidden, least of 8,192 to 32,768 tokens", 80, 100 * least_hidden, "%", True),
     )
     return _outcomes(file, figures)
+
+
+def _hidden(file: str) -> Outcome:
+    shares = [_rows(file)[f"transfer/ttft_share@{each}"]["hidden_share"] for each in HIDDEN_TOKENS]
+    return Outcome(
+        what="what is hidden of a transfer, least of 8,192 to 32,768 tokens",
+        target=80,
+        found=100 * min(shares),
+        unit="%",
+        file=file,
+        is_least=True,
+    )
 
 
 def _pools(file: str) -> Iterator[Outcome]:
