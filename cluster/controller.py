@@ -41,7 +41,7 @@ from cluster.placement import (
     successor_of,
     workers_on,
 )
-from cluster.places import Place, check_move, check_room, choose_places
+from cluster.places import Place, check_move, check_room, choose_places, told_waiting
 from cluster.pool_config import pool_of
 from cluster.preflight import check_growth
 from cluster.scaling import (
@@ -215,7 +215,7 @@ class ControllerActor:
             check_room(places)
         actors = {name: self._place(name, where) for name, where in places.items()}
         await self._dismiss(plan.drains, grace_s)
-        return actors, plan
+        return actors, replace(plan, waiting=told_waiting(places))
 
     async def drain(self, worker_id: str, grace_s: float) -> None:
         """Have a worker finish its requests within `grace_s` seconds, and leave.

@@ -54,8 +54,14 @@ def check_room(places: Mapping[str, Place]) -> None:
     Raises:
         PlacementError: Names the workers, their needs, and the remedy.
     """
-    homeless = [name for name, each in places.items() if not each.node_id]
-    _refuse({n: places[n].resources for n in homeless if is_limited(places[n].resources)})
+    _refuse(_without_room(places))
+
+
+def told_waiting(places: Mapping[str, Place]) -> str:
+    """Say which new workers wait until a host has room for them; empty: none does."""
+    if not (homeless := _without_room(places)):
+        return ""
+    return f"{_told_homeless(homeless)}; waiting for a host that has"
 
 
 def check_pool(needs: Mapping[str, Amounts], nodes: Sequence[Node]) -> None:
@@ -97,13 +103,24 @@ def check_move(worker_id: str, place: Place, needs: Amounts, nodes: Sequence[Nod
         )
 
 
+def _without_room(places: Mapping[str, Place]) -> dict[str, Amounts]:
+    """Return the needs of workers for which no host has room."""
+    return {
+        name: each.resources
+        for name, each in places.items()
+        if not each.node_id and is_limited(each.resources)
+    }
+
+
 def _refuse(homeless: Mapping[str, Amounts]) -> None:
     if homeless:
-        needed = " or ".join(dict.fromkeys(map(told_amounts, homeless.values())))
-        raise PlacementError(
-            f"no host has room for {', '.join(homeless)}: each needs {needed}; add hosts to the "
-            "Ray cluster, or ask for fewer"
-        )
+        remedy = "add hosts to the Ray cluster, or ask for fewer"
+        raise PlacementError(f"{_told_homeless(homeless)}; {remedy}")
+
+
+def _told_homeless(homeless: Mapping[str, Amounts]) -> str:
+    needed = " or ".join(dict.fromkeys(map(told_amounts, homeless.values())))
+    return f"no host has room for {', '.join(homeless)}: each needs {needed}"
 
 
 def told_amounts(amounts: Amounts) -> str:

@@ -48,6 +48,8 @@ def scale_cluster(
     with told_at_interrupt(_goes_on(plan)):
         if plan.starts:
             say(f"starting {', '.join(plan.starts)}")
+        if plan.waiting:
+            say(plan.waiting)
         if plan.drains:
             say(_draining(plan.drains, grace_s))
         if plan.starts:

@@ -56,6 +56,7 @@ class ScalePlan:
 
     starts: tuple[str, ...]
     drains: tuple[str, ...]
+    waiting: str = ""  # says which of `starts` wait for a host with room
 
 
 def told_workers(names: Collection[str]) -> str:

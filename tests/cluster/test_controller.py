@@ -817,8 +817,12 @@ def test_workers_wait_for_hosts_that_may_join_later(monkeypatch):
         config = load_config(None, {"model": "/models/tiny", "prefill": 2, "decode": 2, **options})
         world.deployment = replace(world.deployment, config=config)
         await world.start()
-        await world.controller.scale({"decode": 4}, 1.0)
+        _, plan = await world.controller.scale({"decode": 4}, 1.0)
         assert world.told[:2] == [("place", "decode-2"), ("place", "decode-3")]
+        assert plan.waiting == (
+            "no host has room for decode-2, decode-3: each needs 1 GPU and 1 pagewire-decode; "
+            "waiting for a host that has"
+        )
 
     asyncio.run(main())
 

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.errors import PlacementError
-from cluster.places import Place, check_room, choose_places
+from cluster.places import Place, check_room, choose_places, told_waiting
 
 
 def node(name, **resources):
@@ -81,3 +81,8 @@ def test_workers_without_room_are_refused_with_what_they_need():
         "Ray cluster, or ask for fewer"
     )
     check_room({"decode-1": Place()})
+    assert told_waiting(places) == (
+        "no host has room for decode-0: each needs 1 GPU and 1 pagewire-decode; waiting for a host "
+        "that has"
+    )
+    assert told_waiting({"prefill-0": places["prefill-0"], "decode-1": places["decode-1"]}) == ""

@@ -95,6 +95,19 @@ def test_workers_that_do_not_start_are_ended_and_told(monkeypatch):
     assert cluster.killed == cluster.forgotten == ["decode-2"]
 
 
+def test_scale_says_which_workers_wait_for_a_host(monkeypatch):
+    cluster = Cluster(monkeypatch, interrupted_at="wait_ready", starts=("decode-2",))
+    waiting = "no host has room for decode-2: each needs 1 GPU; waiting for a host that has"
+    plan = ScalePlan(starts=("decode-2",), drains=(), waiting=waiting)
+    cluster.scale = SimpleNamespace(remote=lambda *_: ({"decode-2": "decode-2"}, plan))
+    said = []
+
+    with pytest.raises(Interrupted):
+        scale_cluster(cluster, {"decode": 3}, 7.0, said.append)
+
+    assert said == ["starting decode-2", waiting]
+
+
 def test_an_interrupted_drain_says_that_the_worker_leaves_nevertheless(monkeypatch):
     cluster = Cluster(monkeypatch, interrupted_at="gone", drains=("decode-1",))
     said = []
