@@ -81,8 +81,16 @@ async def controller_address(config):
     return await controller.address()
 
 
+@pytest.fixture
+def first_start(monkeypatch):
+    """Processes ask whether Ray has restarted them; without a Ray, they would start one here."""
+    context = SimpleNamespace(was_current_actor_reconstructed=False)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+
+
 @pytest.mark.parametrize("ray_address", ["", *rarely("auto")])
 @pytest.mark.parametrize("address_of", [router_address, gateway_address, controller_address])
+@pytest.mark.usefixtures("first_start")
 def test_they_listen_there(address_of, ray_address):
     address = asyncio.run(address_of(config_of(ray_address=ray_address)))
 
@@ -97,9 +105,8 @@ def test_a_host_that_is_named_counts_for_those_whom_clients_call(address_of):
 
 
 @pytest.mark.parametrize("address_of", [router_address, gateway_address])
+@pytest.mark.usefixtures("first_start")
 def test_an_interface_that_has_gone_is_named(address_of, monkeypatch):
-    first_start = SimpleNamespace(was_current_actor_reconstructed=False)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: first_start)
     have_interfaces(monkeypatch, {"lo": ["127.0.0.1"]})
 
     with pytest.raises(
