@@ -8,6 +8,7 @@ from itertools import count
 
 import pytest
 import ray
+from ray._private.authentication_test_utils import reset_auth_token_state
 from ray._raylet import GcsClient
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.cluster_utils import Cluster
@@ -58,6 +59,7 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts():
+    reset_auth_token_state()  # of a cluster that an earlier test had in this process
     found = Hosts()
     ray.init(address=found.cluster.address, namespace=NAMESPACE, log_to_driver=False)
     yield found
