@@ -25,7 +25,12 @@ from cluster.groups import (
 from cluster.placement import NAMESPACE, _scheduling, close_host, hosts_now, place
 from cluster.places import Place
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.thorough,
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("ray"),
+]
 
 NEEDS = {"GPU": 1.0, "rack-a": 0.001}
 TIMEOUT_S = 60.0
