@@ -21,7 +21,7 @@ from protos.addresses import is_loopback, join_address
 
 log = logging.getLogger(__name__)
 
-SETTLE_S = 0.05  # for gRPC to make a handshaker, which takes it some 10 us
+SETTLE_S = 0.05  # far more than it should take gRPC to make a handshaker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,10 +182,10 @@ def _server_credentials(live: LivePem) -> grpc.ServerCredentials:
     def renewed() -> grpc.ServerCertificateConfiguration | None:
         """Return the files if they are others than before; None: they are the same.
 
-        gRPC calls this before a handshake, and then makes the handshaker without its lock (1.85).
-        If another thread replaces the configuration meanwhile, the handshaker refers to freed
-        memory, which ends the process. So nothing replaces what has not changed; and what has is
-        replaced after a time in which the other threads, which have asked before, are done.
+        gRPC 1.85 calls this before each handshake. If each call replaces the configuration, many
+        connections at a time end the process: presumably a handshaker refers to what another thread
+        has freed. So nothing replaces what has not changed. What has changed is replaced after a
+        time in which the threads that asked before should be done.
         """
         nonlocal given
         if (pem := live.current()) is given:
