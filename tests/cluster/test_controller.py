@@ -21,6 +21,7 @@ from cluster.placement import needs_of
 from cluster.places import Place, is_limited
 from cluster.scaling import worker_ids
 from credentials.secret import ClusterSecret
+from tests.support.waiting import until
 
 NODES = [
     {
@@ -642,12 +643,6 @@ def test_one_of_an_older_version_has_no_group_and_leaves_its_host_to_its_success
         assert world.groups == {}
 
     asyncio.run(main())
-
-
-async def until(is_so):
-    async with asyncio.timeout(5.0):
-        while not is_so():
-            await asyncio.sleep(0.001)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import logging
 import os
 import signal
-import time
+from functools import partial
 from itertools import count
 
 import pytest
@@ -24,16 +24,17 @@ from cluster.groups import (
 )
 from cluster.placement import NAMESPACE, _scheduling, close_host, hosts_now, place
 from cluster.places import Place
+from tests.support import processes
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.thorough,
     pytest.mark.timeout(300),
     pytest.mark.xdist_group("ray"),
 ]
 
 NEEDS = {"GPU": 1.0, "rack-a": 0.001}
 TIMEOUT_S = 60.0
+until = partial(processes.until, within_s=TIMEOUT_S)
 numbers = count()
 
 
@@ -84,14 +85,6 @@ def host(hosts):
     for each in [each for each in hosts.cluster.list_all_nodes() if not each.head]:
         hosts.cluster.remove_node(each)
     until(lambda: not any(each["Alive"] and "rack-a" in each["Resources"] for each in ray.nodes()))
-
-
-def until(is_so):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (found := is_so()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
 
 
 def living_groups():

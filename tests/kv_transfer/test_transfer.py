@@ -45,6 +45,17 @@ def has_chunk(attempt: Attempt, stage: Stage) -> bool:
     return any(each.stage is stage for each in attempt.receiver.driver.state.chunks)
 
 
+def alter_second(attempt: Attempt, kind: type, alter: Callable[[Any], object]) -> None:
+    """Let the receiver get another message in place of what the sender says of the second chunk."""
+    deliver = attempt.receiver.driver.post
+
+    def altered(message: Any) -> None:
+        is_meant = isinstance(message, kind) and message.chunk == 1
+        deliver(alter(message) if is_meant else message)
+
+    attempt.to_receiver.deliver = altered
+
+
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     run_virtual(scenario())
 
@@ -318,11 +329,8 @@ def test_a_page_that_changes_after_its_digest_is_not_committed() -> None:
         attempt = await ten_pages(workers, chunk_pages=10)
         attempt.to_sender.delay_s = 1.0  # of ChunkGo
         running = asyncio.create_task(attempt.run())
-        chunks = attempt.sender.driver.state.chunks
-        while not (chunks and chunks[0].digests):
-            await asyncio.sleep(0.001)
-            chunks = attempt.sender.driver.state.chunks
-        assert not chunks[0].is_called
+        await wait_until(lambda: any(c.digests for c in attempt.sender.driver.state.chunks))
+        assert not attempt.sender.driver.state.chunks[0].is_called
         workers.source.slots[attempt.source_pages[3]] ^= 1
 
         received, *_ = await running
@@ -342,15 +350,11 @@ def test_a_chunk_with_a_wrong_number_of_digests_is_received_and_not_committed(
     async def scenario() -> None:
         workers = Workers(network())
         attempt = await ten_pages(workers)
-        deliver = attempt.receiver.driver.post
-
-        def altered(message: Any) -> None:
-            if isinstance(message, ChunkPosted) and message.chunk == 1:
-                digests = (message.digests * 2)[:num_digests]
-                message = replace(message, digests=digests)
-            deliver(message)
-
-        attempt.to_receiver.deliver = altered
+        alter_second(
+            attempt,
+            ChunkPosted,
+            lambda posted: replace(posted, digests=(posted.digests * 2)[:num_digests]),
+        )
 
         received, sent, _ = await attempt.run()
         await attempt.wait_quiescent()
@@ -381,14 +385,7 @@ def test_an_announcement_of_a_wrong_number_of_pages_is_refused(num_pages: int, t
     async def scenario() -> None:
         workers = Workers(network())
         attempt = await ten_pages(workers)
-        deliver = attempt.receiver.driver.post
-
-        def altered(message: Any) -> None:
-            if isinstance(message, ChunkReady) and message.chunk == 1:
-                message = replace(message, num_pages=num_pages)
-            deliver(message)
-
-        attempt.to_receiver.deliver = altered
+        alter_second(attempt, ChunkReady, lambda ready: replace(ready, num_pages=num_pages))
 
         received, _, _ = await attempt.run()
         await attempt.wait_quiescent()

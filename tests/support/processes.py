@@ -33,8 +33,9 @@ def kill_session(session_id):
 
 
 def until(condition, within_s=WAIT_S):
-    """Wait until a condition holds; fails after `within_s` seconds."""
+    """Return what a condition gives as soon as it holds; fails after `within_s` seconds."""
     deadline = time.monotonic() + within_s
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    return found
