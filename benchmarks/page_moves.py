@@ -190,7 +190,7 @@ def measure(transport: str, devices: Sequence[str], page_bytes: int, num_pages: 
         "min_ms": round(1e3 * min(seconds), 3),
         "max_ms": round(1e3 * max(seconds), 3),
         "repeats": len(seconds),
-        "connect_ms": round(1e3 * connect_s, 1),
+        "connect_ms": round(1e3 * connect_s, 3),
     }
 
 
