@@ -103,8 +103,9 @@ class GraphedDecode:
         self._sampler = sampler
         self._prompts = prompts
         self._recordings: Recordings[Kind, DrawnRows] | None = None
-        # Rows, prompt tokens and lengths of steps whose kernels are loaded
-        self._unrecorded: deque[tuple[int, int, int]] = deque()
+        # Rows, prompt tokens and lengths of steps whose kernels `warm_up` has loaded
+        self._prepared: list[tuple[int, int, int]] = []
+        self._unrecorded: deque[tuple[int, int, int]] = deque()  # of these
         # ids, positions, pages and slots of a step that has prompt tokens
         num_inputs = NUM_ROWS_BESIDE[-1] + NUM_TOKENS_BESIDE[-1]
         self._inputs = batch.seats.inputs.new_zeros((len(batch.seats.inputs), num_inputs))
@@ -127,13 +128,14 @@ class GraphedDecode:
         if self._prompts is not None:
             sizes += product(sorted(beside), self._prompts.sizes_beside(max_tokens))
         kv_lens = [each for each in (1, shared_len) if each <= max_tokens]
-        self._unrecorded = deque((*size, kv_len) for kv_len in kv_lens for size in sizes)
+        self._prepared = [(*size, kv_len) for kv_len in kv_lens for size in sizes]
         with loading_kernels():
-            for num_rows, num_prompt_tokens, kv_len in self._unrecorded:
+            for num_rows, num_prompt_tokens, kv_len in self._prepared:
                 self._run(
                     num_rows, self._plan_any(num_rows, num_prompt_tokens, kv_len=kv_len), PLAIN
                 )
             self._load_draws()
+        self._unrecorded = deque(self._prepared)
 
     def record_next(self) -> bool:
         """Record a step that `warm_up` has loaded, and compute none; False: all are recorded.
@@ -247,8 +249,11 @@ class GraphedDecode:
         if launches is None:
             return None
         buffers = (launches.buffers, self._batch.seats.marks)
-        if self._recordings is None or not self._recordings.hold_for(buffers):
+        if self._recordings is None:
             self._recordings = Recordings(buffers)
+        elif not self._recordings.hold_for(buffers):  # larger ones, for the same kernels
+            self._recordings = Recordings(buffers, self._recordings.loaded)
+            self._unrecorded = deque(self._prepared)
         kind = Kind(
             num_rows=num_rows,
             num_prompt_tokens=prompts.size if prompts else 0,

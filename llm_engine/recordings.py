@@ -5,7 +5,7 @@ fixed addresses.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Generic, TypeVar
@@ -93,12 +93,19 @@ class Recordings(Generic[Kind, Result]):
 
     Args:
         buffers: Objects whose addresses recordings contain, besides those that never change.
+        loaded: Kinds whose kernels are loaded.
     """
 
-    def __init__(self, buffers: Sequence[object]) -> None:
+    def __init__(self, buffers: Sequence[object], loaded: Iterable[Kind] = ()) -> None:
         self._buffers = buffers
         self._record = CudaGraphRecorder()
-        self._repeats: dict[Kind, Callable[[], Result] | None] = {}  # None: launched once
+        # None: its kernels are loaded
+        self._repeats: dict[Kind, Callable[[], Result] | None] = dict.fromkeys(loaded)
+
+    @property
+    def loaded(self) -> Collection[Kind]:
+        """Kinds whose kernels are loaded."""
+        return self._repeats.keys()
 
     def hold_for(self, buffers: Sequence[object]) -> bool:
         """Return whether these are the buffers, each the same object."""

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 # Without a step, before passes are recorded: requests that come in turns wait for no recording
 IDLE_S = 0.5
+CHECK_S = 5.0  # without a step, before the engine is asked whether it still has its device
 
 
 class Work(Protocol):
@@ -157,7 +158,7 @@ MakeProbe = Callable[[], AbstractContextManager[SequenceSlice | None]]
 
 
 class StepLoop(Generic[PlanT, WorkT, ProgressT]):
-    """One task; while nothing can be computed it records passes, and then waits to be woken.
+    """One task; while nothing can be computed it records passes, and later asks after the device.
 
     Args:
         scheduler: Makes plans and takes their outcome.
@@ -196,7 +197,8 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         self._unsettled: deque[PlanT] = deque()  # oldest first
         self._launched: deque[_Launch] = deque()  # of them, the oldest
         self._read_at = 0.0  # when the last step ended, or the loop began
-        self._has_unrecorded = True  # passes, as far as is known
+        self._records = True  # passes while nothing is to be computed, until one fails
+        self._has_unrecorded = True  # as far as is known: buffers that grow cost recordings
 
     @property
     def is_stepping(self) -> bool:
@@ -225,11 +227,11 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
                     await self._settle_oldest()
                 elif plan.is_partial:
                     await asyncio.sleep(0)
-                elif self._has_unrecorded:
+                elif self._records and self._has_unrecorded:
                     if not await self._is_woken_by(self._read_at + IDLE_S):
                         await self._record_next()
-                else:
-                    await self._wake.wait()
+                elif not await self._is_woken_by(self._read_at + CHECK_S):
+                    await self._check()
         finally:
             await self._drop_launched()
             for plan in self._unsettled:
@@ -248,8 +250,17 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         try:
             self._has_unrecorded = await self._executor.record_next()
         except Exception as error:
-            self._has_unrecorded = False  # all others are recorded when they come
+            self._records = False  # all others are recorded when they come
             logger.error("recording_failed", exc_info=error)
+            await self._judge(error)
+
+    async def _check(self) -> None:
+        """Run an empty step: without requests, nothing else would show that the device is lost."""
+        try:
+            await self._launch(EngineStep())
+            await self._read()
+        except Exception as error:
+            logger.error("check_failed", exc_info=error)
             await self._judge(error)
 
     async def _begin(self, plan: PlanT) -> None:
@@ -339,6 +350,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
 
     def _settle(self, plan: PlanT, result: StepResult) -> None:
         self._num_failed = 0
+        self._has_unrecorded = True
         self.num_steps += 1
         self.num_steps_alone += plan.is_alone
         self.reads += result.reads

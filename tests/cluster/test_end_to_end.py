@@ -391,26 +391,44 @@ def test_a_killed_decode_worker_costs_no_token(cluster, oracle, through_a_kill):
         assert sum(each.usage.resumptions for each in resumed) > 0
 
 
-def test_a_decode_worker_that_loses_its_device_ends_comes_back_and_costs_no_token(cluster):
-    def lose_device(actor):  # in the worker's process
+def test_a_decode_worker_that_loses_its_device_ends_comes_back_and_costs_no_token(
+    cluster, tmp_path
+):
+    import ray
+
+    def arm(actor):  # in the worker's process: answers may last for less than a call of Ray
+        import threading
+        import time
+
         import torch
+
+        def lose_device():
+            while not (tmp_path / actor._settings.worker_id).exists():
+                time.sleep(0.01)
+            if actor._settings.device == "cuda":
+                torch._assert_async(torch.zeros(1, device="cuda"))
+            else:
+                actor._process._executor.engine.read = read
 
         def read():
             raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
         if actor._settings.device == "cuda":
-            torch._assert_async(torch.zeros(1, device="cuda"))
-        else:
-            actor._process._executor.engine.read = read
+            torch._assert_async(torch.ones(1, device="cuda"))  # loads the kernel
+        threading.Thread(target=lose_device, daemon=True).start()
 
     def end(victim):
-        import ray
-
         process = psutil.Process(cluster.pid(victim))
-        ray.get(ray.get_actor(victim).__ray_call__.remote(lose_device), timeout=30)
+        (tmp_path / victim).touch()
         process.wait(timeout=30)
 
-    num_tokens = 300 if cluster.device == "cpu" else 6000  # they last until the device is lost
+    armed = [
+        ray.get_actor(each).__ray_call__.remote(arm)
+        for each in cluster.workers
+        if each.startswith("decode")
+    ]
+    ray.get(armed, timeout=30)
+    num_tokens = 300 if cluster.device == "cpu" else 6000
     requests = [
         (prompt, options | {"max_tokens": num_tokens})
         for prompt, options in plain_requests(cluster)[3:5]

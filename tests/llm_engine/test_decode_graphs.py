@@ -405,7 +405,7 @@ def test_a_step_that_comes_before_its_recording_is_recorded_at_once(
     assert recorder.num_recorded == 3
 
 
-def test_what_is_recorded_after_buffers_have_grown_holds_for_the_new_ones(
+def test_after_buffers_have_grown_steps_are_recorded_anew_and_the_first_of_a_kind_at_once(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_num_rows(monkeypatch, (2, 4, 8))
@@ -413,16 +413,16 @@ def test_what_is_recorded_after_buffers_have_grown_holds_for_the_new_ones(
     sequences = [sequence([index] * 3, [20 + index], 4) for index in range(2)]
     expected = results_of(engine, sequences)
     decode_of(recorded).warm_up(max_tokens=16)
-    assert recorded.record_next()
+    assert record_all(recorded) == 3
     engine.decoder._attention._decode._grow_for(257, 1)  # type: ignore[attr-defined]
 
-    assert record_all(recorded) == 2
+    assert_equal(results_of(recorded, sequences), expected)
 
-    assert [each.num_recorded for each in recorders] == [1, 2]
-    for _ in range(2):  # of two rows, whose recording held for the old ones
-        assert_equal(results_of(recorded, sequences), expected)
-    assert [each.num_recorded for each in recorders] == [1, 3]
-    assert recorders[0].num_repeated == 0
+    assert [each.num_recorded for each in recorders] == [3, 1]
+    assert [each.num_repeated for each in recorders] == [0, 3]
+    assert record_all(recorded) == 2  # those of four and eight rows
+    assert_equal(results_of(recorded, sequences), expected)
+    assert [each.num_recorded for each in recorders] == [3, 3]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,11 @@ while engine._launched:
         engine.read()
     except Exception as error:
         print("read", is_device_lost(error), flush=True)
+try:  # as for a worker without work
+    engine.launch(EngineStep())
+    engine.read()
+except Exception as error:
+    print("empty", is_device_lost(error), flush=True)
 os._exit(0)
 """
 
@@ -97,7 +102,10 @@ def test_a_device_assert_between_two_launched_steps_is_known_as_the_loss_of_the_
     )
 
     told = [
-        line.split() for line in lost.stdout.splitlines() if line.startswith(("launch", "read"))
+        line.split()
+        for line in lost.stdout.splitlines()
+        if line.startswith(("launch", "read", "empty"))
     ]
-    assert told, lost.stderr
+    assert told[:-1], lost.stderr
+    assert told[-1] == ["empty", "True"], lost.stdout + lost.stderr
     assert all(is_lost == "True" for _, is_lost in told), lost.stdout + lost.stderr

@@ -456,15 +456,15 @@ def test_a_request_waits_for_one_recording_at_most_and_all_are_made_once() -> No
         async with idle_loop(world):
             await until(lambda: world.num_asked == 4)
             arrive(world, "later")
-            await until(lambda: not world.left)
+            await until(lambda: world.num_asked == 5)
             world.wake.set()
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.02)
         return world
 
     world = asyncio.run(scenario())
 
     assert world.passes == [["r0"], [RECORDING], [RECORDING], ["during"], [RECORDING], ["later"]]
-    assert world.num_asked == 4, "the last one was told that none is left"
+    assert world.num_asked == 5, "twice it was told that none is left"
 
 
 def test_nothing_is_recorded_between_requests_that_come_in_turns() -> None:
@@ -486,6 +486,57 @@ def test_nothing_is_recorded_between_requests_that_come_in_turns() -> None:
     world = run_virtual(scenario())
 
     assert world.passes == [*([f"r{number}"] for number in range(8)), [RECORDING]]
+
+
+def test_an_engine_without_work_is_asked_now_and_then_and_one_with_work_never() -> None:
+    async def scenario() -> World:
+        world = World(0)
+        async with idle_loop(world):
+            for number in range(4):
+                await asyncio.sleep(0.8 * step_loop.CHECK_S)
+                arrive(world, f"r{number}")
+                await until(lambda: not world.left)
+            await asyncio.sleep(2.5 * step_loop.CHECK_S)
+        return world
+
+    world = run_virtual(scenario())
+
+    assert world.passes == [*([f"r{number}"] for number in range(4)), [], []]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [(RuntimeError("injected"), False), (AcceleratorError("x"), True), (EngineHangs("x"), True)],
+)
+@pytest.mark.parametrize("fails_at", ["launch", "read"])
+def test_an_idle_worker_whose_engine_loses_its_device_ends(
+    error: Exception, is_lost: bool, fails_at: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> World:
+        world = World(0)
+
+        async def fail(*args: Any) -> Any:
+            if fails_at == "read":
+                world.launched.popleft()
+            delattr(world, fails_at)  # once
+            raise error
+
+        async with idle_loop(world) as stepping:
+            await asyncio.sleep(0.5 * step_loop.CHECK_S)
+            setattr(world, fails_at, fail)
+            await asyncio.sleep(step_loop.CHECK_S)
+            if stepping.done():
+                stepping.result()
+            arrive(world, "later")
+            await until(lambda: not world.left)
+        return world
+
+    if is_lost:
+        with pytest.raises(EngineLost):
+            run_virtual(scenario())
+    else:
+        assert run_virtual(scenario()).passes[-2:] == [[PROBE], ["later"]]
+    assert [each.message for each in caplog.records] == ["check_failed"]
 
 
 def test_no_pass_is_recorded_while_a_step_runs() -> None:
