@@ -48,7 +48,7 @@ from benchmarks.targets import (
 )
 
 FIGURES = ROOT / "docs" / "figures"
-SERVING_FILES = (SHARED_FILE, SERVING_FILE, "serving-matrix-h200.json")
+SERVING_FILES = (SHARED_FILE, SERVING_FILE)
 COLORS = (BLUE, ORANGE, LIGHT_BLUE, RED)
 NUM_LAYERS, LAYER_WEIGHTS = 32, ("qkv", "output", "gate_up", "down")
 

@@ -15,13 +15,13 @@ from benchmarks.stream_statistics import Row
 
 RESULTS = Path(__file__).parent / "results"
 SERVING_FILE = "serving-matrix-h200-x2.json"
-SHARED_FILE = "serving-matrix-earlier-h200-x2.json"  # the only one with these cases
+SHARED_FILE = "serving-matrix-h200.json"  # with shared/*, and with all cases of one GPU
 STARTS_FILE = "ready-h100-x2.json"
 KILLS_FILE = "kills-nccl-h100-x2.json"
 MEMORY_FILE = "kills-nccl-memory-h100-x2.json"
 IPC_KILLS_FILE = "kills-ipc-h200-x2.json"  # pages on the way that GPUs of one host choose
-TRANSFERS_FILE = "transfers-h200-x2.json"
-HIDDEN_FILE = "transfers-announced-h100-x2.json"  # since chunks are announced before their digests
+TRANSFERS_FILE = "transfers-complete-h200-x2.json"
+CHATS_FILE = "transfers-h200-x2.json"
 HIDDEN_TOKENS = (8192, 16_384, 32_768)  # from four passes of a prefill worker on
 
 Figure = tuple[str, float, float, str, bool]  # fields of Outcome but for the file
@@ -77,23 +77,24 @@ def serving_outcomes() -> Iterator[Outcome]:
 
 def other_outcomes() -> Iterator[Outcome]:
     """Yield all other targets that a result file says something about."""
-    one = "serving-matrix-h200.json"
-    seconds = _rows(one)["aggregated/mixed/512"]["seconds"]
-    yield Outcome(what="`mixed/512` on one GPU", target=20, found=seconds, unit="s", file=one)
+    seconds = _rows(SHARED_FILE)["aggregated/mixed/512"]["seconds"]
+    yield Outcome(
+        what="`mixed/512` on one GPU", target=20, found=seconds, unit="s", file=SHARED_FILE
+    )
     for case, target in (("ready/cold", 25), ("ready/warm", 12)):
         seconds = _rows(STARTS_FILE)[case]["seconds"]
         yield Outcome(what=f"`{case}`", target=target, found=seconds, unit="s", file=STARTS_FILE)
     yield from _transfers(TRANSFERS_FILE)
-    yield _hidden(HIDDEN_FILE)
+    yield _hidden(TRANSFERS_FILE)
     yield from _pools("disaggregation-h200.json")
     yield _limited_pools("itl-h100-x4.json", "itl-30ms-h100-x4.json")
-    chats = _rows(TRANSFERS_FILE)["itl/disaggregated"]
+    chats = _rows(CHATS_FILE)["itl/disaggregated"]
     yield Outcome(
         what="steps of the chats while pages arrive, longer by",
         target=5,
         found=100 * (chats["step_ms"] / chats["calm_step_ms"] - 1),
         unit="%",
-        file=TRANSFERS_FILE,
+        file=CHATS_FILE,
     )
     yield from _kills(IPC_KILLS_FILE, "CUDA IPC")
     yield _kept_memory(IPC_KILLS_FILE, "CUDA IPC")
