@@ -61,7 +61,6 @@ class OutgoingChunk:
     chunk: int
     first_page: int
     num_pages: int
-    is_last: bool
     stage: Stage = Stage.ANNOUNCED
     digests: tuple[bytes, ...] | None = None  # None: not known yet, only while ANNOUNCED
     is_called: bool = False
@@ -214,7 +213,6 @@ def _computed(state: SenderState, event: ChunkComputed) -> tuple[SenderState, Ac
         chunk=state.num_chunks,
         first_page=event.first_page,
         num_pages=event.num_pages,
-        is_last=event.is_last,
     )
     ready = ChunkReady(
         state.ticket, outgoing.chunk, event.first_page, event.num_pages, event.is_last
