@@ -15,7 +15,6 @@ from functools import partial
 import numpy as np
 
 from kv_cache.page_storage import PageBytes, PageStorage
-from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken
 from kv_transfer.ordered_connection import LiveConnections
 from kv_transfer.page_socket import PageSocket
@@ -33,21 +32,13 @@ class TcpTransport:
 
     Args:
         sockets: Make its connections, and are closed with it.
-        run_blocking: Runs the copies between storage and host memory.
     """
 
     name = "tcp"
 
-    def __init__(
-        self,
-        storage: PageStorage,
-        sockets: ProvenSockets,
-        *,
-        run_blocking: RunBlocking = asyncio.to_thread,
-    ) -> None:
+    def __init__(self, storage: PageStorage, sockets: ProvenSockets) -> None:
         self._storage = storage
         self._sockets = sockets
-        self._run_blocking = run_blocking
         self._connections = LiveConnections[TcpConnection]()
 
     def offer(self, connection_id: str, key: bytes) -> bytes:
@@ -68,22 +59,14 @@ class TcpTransport:
         await self._connections.abort()
 
     def _connection(self, connection_id: str, wire: PageSocket) -> "TcpConnection":
-        return self._connections.add(
-            TcpConnection(connection_id, wire, self._storage, self._run_blocking)
-        )
+        return self._connections.add(TcpConnection(connection_id, wire, self._storage))
 
 
 class TcpConnection(SocketConnection):
     """Implements `kv_transfer.transport.Connection` over one TCP connection."""
 
-    def __init__(
-        self,
-        connection_id: str,
-        wire: PageSocket,
-        storage: PageStorage,
-        run_blocking: RunBlocking,
-    ) -> None:
-        super().__init__(connection_id, wire, run_blocking)
+    def __init__(self, connection_id: str, wire: PageSocket, storage: PageStorage) -> None:
+        super().__init__(connection_id, wire, asyncio.to_thread)
         self._storage = storage
         self._pages_at_once = max(1, CHUNK_BYTES // storage.page_bytes)
 
