@@ -44,7 +44,7 @@ class ConnectionPool:
         self._random_id = random_id
         self._key_of = key_of
         self._entries: dict[PeerKey, asyncio.Task[Incoming]] = {}
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._aborts = _Aborts()
 
     async def get(self, peer_key: PeerKey, connect: ConnectCall, deadline: float) -> Incoming:
         """Return the connection to a peer.
@@ -95,8 +95,7 @@ class ConnectionPool:
         """Abort all connections; wait for it, but not forever."""
         for peer_key in list(self._entries):
             self._remove(peer_key)
-        if self._aborts:
-            await asyncio.wait(set(self._aborts), timeout=CLOSE_S)
+        await self._aborts.wait()
 
     async def _set_up(self, peer_key: PeerKey, connect: ConnectCall, deadline: float) -> Incoming:
         refusal: TransportRefused | None = None
@@ -142,15 +141,10 @@ class ConnectionPool:
         """Abort what was accepted in a set-up that failed: nobody else has it."""
         mark_seen(accepting)  # the error of the set-up says more
         if not accepting.cancelled() and accepting.exception() is None:
-            self._begin(accepting.result().abort())
+            self._aborts.begin(accepting.result().abort())
 
     def _remove(self, peer_key: PeerKey) -> None:
-        self._begin(_abort(self._entries.pop(peer_key)))
-
-    def _begin(self, abort: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(abort)
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+        self._aborts.begin(_abort(self._entries.pop(peer_key)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +168,7 @@ class AcceptedConnections:
         self._idle_s = idle_s
         self._connections: dict[tuple[PeerKey, str], Accepted] = {}  # (receiver, connection_id)
         self._of_peer: dict[str, tuple[PeerKey, str]] = {}  # name of the receiver |-> its key above
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._aborts = _Aborts()
 
     async def connect(
         self,
@@ -229,16 +223,30 @@ class AcceptedConnections:
         """Abort all connections; wait for it, but not forever."""
         for entry in list(self._connections):
             self._remove(entry)
-        if self._aborts:
-            await asyncio.wait(set(self._aborts), timeout=CLOSE_S)
+        await self._aborts.wait()
 
     def _remove(self, entry: tuple[PeerKey, str]) -> None:
         accepted = self._connections.pop(entry)
         accepted.users.forget()
         self._of_peer = {name: each for name, each in self._of_peer.items() if each != entry}
-        task = asyncio.get_running_loop().create_task(accepted.outgoing.connection.abort())
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+        self._aborts.begin(accepted.outgoing.connection.abort())
+
+
+class _Aborts:
+    """Aborts under way; nobody else waits for them."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, abort: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(abort)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def wait(self) -> None:
+        """Return when none is left, or after CLOSE_S."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
 
 
 def _connection_of(entry: asyncio.Task[Incoming]) -> Connection | None:
