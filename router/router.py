@@ -46,7 +46,6 @@ class Router:
         connect_channel: Makes a grpc.aio channel to one start of a worker.
         tenants: The callers allowed, as for the server; None: any.
         random_id: Returns 32 random hexadecimal digits; source of request ids and seeds.
-        wall_clock: Returns seconds since 1970, by which resume tokens expire.
         make_renderer: Makes the renderer of chats with the model's template.
         make_checker: Makes the checker of constraints with the tokenizer of a folder.
         run_blocking: Runs work that grows with a prompt.
@@ -65,7 +64,6 @@ class Router:
         connect_channel: Callable[[WorkerMember], grpc.aio.Channel],
         random_id: Callable[[], str],
         tenants: Tenants | None = None,
-        wall_clock: Callable[[], float] = time.time,
         make_renderer: Callable[[ChatTemplate], ChatRenderer] = ChildRenderer,
         make_checker: Callable[[Path], ConstraintChecker] = ChildChecker,
         run_blocking: RunBlocking = asyncio.to_thread,
@@ -100,9 +98,7 @@ class Router:
             encoder=PromptEncoder(folder=folder, renderer=self._renderer, off_loop=off_loop),
             registry=self.registry,
             resume_tokens=ResumeTokens(
-                key=config.resume_key,
-                lifetime_s=config.request_timeout_s,
-                wall_clock=wall_clock,
+                key=config.resume_key, lifetime_s=config.request_timeout_s, wall_clock=time.time
             ),
             off_loop=off_loop,
             constraints=self._checker,
