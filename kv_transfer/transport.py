@@ -1,4 +1,4 @@
-"""The seam between the transfer protocol and its carriers: cuda_ipc, nccl, tcp, loopback.
+"""The seam between the transfer protocol and its carriers: cuda_ipc, nccl, tcp.
 
 A connection carries pages in one direction between one sender and one receiver. Operations of one
 side end one after the other, in the order of their calls. The protocol guarantees the same order on

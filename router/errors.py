@@ -23,9 +23,12 @@ ChatTemplateError        a chat template is not valid or broke a rule of the san
 PortTaken                nothing can listen on the port of the metrics (at start)
 
 Inside the router only:
+ChildLimit               work in a child process took more than it may, or ended the process
+  ChildCrash             it crashed the process
 AttemptFailed            this attempt is over, another worker may continue
 WrongDelta               a delta of a worker does not fit its choice
 RefusedByTemplate        the chat template does not accept the messages
+WrongTools               the tools of a chat are not valid tools
 WorkerGone               a worker cannot be used, for now
 ControllerGone           the controller cannot be reached, for now
 
