@@ -7,8 +7,9 @@
     stub = WorkerServiceStub(network.channel("prefill-0:1"))
 
 Messages are serialized, ordered, delayed and flow-controlled; statuses, cancellation and deadlines
-behave as grpc.aio's (test_memory_grpc_conformance runs the same scenarios on both). A server and a
-channel belong to the `Process` in which they are made; faults act on processes and links.
+behave as grpc.aio's (tests/simulation/test_memory_grpc.py runs the same scenarios on both). A
+server and a channel belong to the `Process` in which they are made; faults act on processes and
+links.
 """
 
 import asyncio
