@@ -191,7 +191,7 @@ class PrefillReceivers:
         self._log_failure(group, sender, error)
         if isinstance(error, PrefillPassFailed):
             self._on_failed_pass(group.request)
-        attempt.stop(f"{type(error).__name__}" if error else "cancelled")
+        attempt.stop(type(error).__name__ if error else "cancelled")
         if not group.is_ended:
             self._distrust(sender)
         return self._scheduler.receive_failed(group, may_be_written=_may_write(attempt))
