@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from kv_transfer.connections import AcceptedConnections, ConnectCall, ConnectionPool
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import TransferStats
-from kv_transfer.errors import ConnectionBroken, DigestMismatch
+from kv_transfer.errors import DigestMismatch
 from kv_transfer.messages import Ticket
 from kv_transfer.order import Incoming, Outgoing
 from kv_transfer.receiver import Receiver
@@ -221,6 +220,14 @@ async def check_order(pair: Storages, receiving: Connection, sending: Connection
         assert (moved == pair.target.export_pages(to_pages)).all()
 
 
+def damage_exports(storage: FakePageStorage) -> None:
+    """Let a sender send other bytes than it has computed digests of."""
+    export = storage.export_pages
+    storage.export_pages = (  # type: ignore[method-assign]
+        lambda page_ids: export(page_ids) ^ np.uint8(1)
+    )
+
+
 async def check_whole_transfers(
     pair: Storages, receiving: Connection, sending: Connection, damage: Callable[[], None]
 ) -> None:
@@ -247,6 +254,3 @@ async def check_whole_transfers(
 def shuffled(num_pages: int, seed: int, of: int = 64) -> list[int]:
     """Return distinct page ids in random order."""
     return random.Random(seed).sample(range(of), num_pages)
-
-
-__all__ = ["DEADLINES", "TICKET", "Attempt", "ConnectionBroken", "Stream", "Workers", "replace"]

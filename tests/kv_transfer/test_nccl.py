@@ -2,19 +2,18 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
-from kv_transfer.driver import TransferStats
 from kv_transfer.errors import ConnectionBroken, LayoutMismatch
 from kv_transfer.nccl import _OFFER, NcclConnection, NcclTransport
-from kv_transfer.order import Incoming, Outgoing
 from kv_transfer.polling_thread import PollingThread, Steps
-from tests.kv_transfer.pair import Attempt, Workers, make_storage, shuffled
-from tests.support.loopback import LoopbackNetwork
+from tests.kv_transfer.pair import check_whole_transfers, damage_exports, make_storage
+from tests.kv_transfer.tcp_pair import run, soon
 from tests.support.waiting import until
 
 
@@ -102,32 +101,14 @@ async def a_pair() -> AsyncIterator[Pair]:
         await pair.receiver.close()
 
 
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 20))
-
-
-def soon(seconds: float = 5.0) -> float:
-    return asyncio.get_running_loop().time() + seconds
-
-
-def test_whole_transfers_run_over_the_polling_threads() -> None:
+def test_whole_transfers_run_over_the_polling_threads_and_find_damage() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
             receiving, sending = await pair.connect()
-            workers = Workers(LoopbackNetwork())
-            workers.source, workers.target = pair.source, pair.target
-            attempt = Attempt(
-                workers,
-                (Incoming(receiving), Outgoing(sending)),
-                source_pages=shuffled(10, 1),
-                target_pages=shuffled(10, 2),
-            )
+            damage = partial(damage_exports, pair.source)
 
-            received, _, _ = await attempt.run()
+            await check_whole_transfers(pair, receiving, sending, damage)
 
-            assert isinstance(received, TransferStats)
-            assert received.bytes_moved > 0
-            assert attempt.is_equal(10)
             assert pair.devices[0].warm_up_thread == "nccl"
 
     run(scenario)

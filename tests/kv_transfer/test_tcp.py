@@ -8,10 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kv_transfer.errors import ConnectionBroken, TransferError
@@ -23,7 +23,7 @@ from kv_transfer.proven_sockets import (
     ProvenSockets,
 )
 from options.ports import FreePorts
-from tests.kv_transfer.pair import KEY, check_order, check_whole_transfers
+from tests.kv_transfer.pair import KEY, check_order, check_whole_transfers, damage_exports
 from tests.kv_transfer.tcp_pair import a_pair, run, soon, wire_tap
 from tests.support.ipv6 import needs_ipv6
 from tests.support.waiting import until
@@ -67,12 +67,7 @@ def test_whole_transfers_run_over_tcp_and_find_damage() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
             receiving, sending = await pair.connect()
-            export = pair.source.export_pages
-
-            def damage() -> None:
-                pair.source.export_pages = (  # type: ignore[method-assign]
-                    lambda page_ids: export(page_ids) ^ np.uint8(1)
-                )
+            damage = partial(damage_exports, pair.source)
 
             await check_whole_transfers(pair, receiving, sending, damage)
 
