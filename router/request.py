@@ -1,13 +1,13 @@
 """A request in its two forms: as the client sent it, and complete."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from grammars.constraint import Constraint
 from pagewire.protos.token_ids import TOKEN_BYTES
 from protos.sampling_limits import MAX_CHOICES
-from router.tenants.tenant import TenantRules
+from router.tenants.tenant import NO_TENANT, TenantRules
 
 _CAPACITIES = ("max_context_tokens", "max_choices")  # in which workers may differ
 
@@ -115,7 +115,7 @@ class GenerationRequest:
     arrived_at: float  # loop time
     deadline_at: float  # loop time
     begins_in_reasoning: bool = False  # see GenerateResponse in protos/inference.proto
-    tenant: TenantRules = field(default_factory=lambda: TenantRules(name=""))  # it is made for
+    tenant: TenantRules = NO_TENANT  # it is made for
     resumed_from: str = ""  # the request id at the router that was lost; empty: a new call
 
     @property

@@ -8,4 +8,5 @@ tenant     what a tenant may do now, and what it has done
 account    what one generation uses
 bucket     a rate with a burst
 turns      who is next while the workers are busy
+line       likewise for work before that, such as tokenizing
 """
