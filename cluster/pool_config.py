@@ -117,57 +117,61 @@ def pool_problems(
 ) -> Iterator[WrongOption]:
     """Yield problems of a configuration's pools, other than single values."""
     for name, pool in pools.items():
-
-        def own(option: str, name: str = name) -> OptionName:
-            return OptionName(f"{SECTION}.{name}.{option}")
-
+        path = f"{SECTION}.{name}"
         if not NAME.fullmatch(name):
             # All of its options are blamed, so that no other problem of the pool is told.
-            pool_path = OptionName(f"{SECTION}.{name}")
             told = "{}: found the pool name {!r}; allowed: {}"
-            yield WrongOption(told, pool_path, name, ACCEPTED_NAME)
+            yield WrongOption(told, OptionName(path), name, ACCEPTED_NAME)
             continue
-        if name == "prefill" and num_prefill == 0:
-            told = "{}: found options; allowed: none with {} 0, because this pool has no workers"
-            yield WrongOption(told, OptionName(f"{SECTION}.{name}"), OptionName("prefill"))
-        elif name in ROLES:
-            for option_name, remedy in (("role", "its name"), ("workers", f"the option {name}")):
-                if value := getattr(pool, option_name):
-                    told = "{}: found {!r}; allowed: none, because {} says it"
-                    yield WrongOption(told, own(option_name), value, remedy)
-        elif not pool.role:
-            yield WrongOption("{}: found none; allowed: prefill or decode", own("role"))
-        elif workers_per_gpu > 1:
-            yield WrongOption(
-                "{}: found {!r}; allowed: no further pools with {} above 1",
-                own("role"),
-                pool.role,
-                OptionName("workers_per_gpu"),
-            )
-        elif pool.role == "prefill" and num_prefill == 0:
-            yield WrongOption(
-                "{}: found 'prefill'; allowed: decode with {} 0, which means that there are no "
-                "prefill workers",
-                own("role"),
-                OptionName("prefill"),
-            )
+        yield from _role_problems(name, pool, path, num_prefill, workers_per_gpu)
         is_decode = "decode" in (name, pool.role)
         if is_decode and pool.max_step_tokens and pool.max_step_tokens <= max_running_sequences:
             yield WrongOption(
                 "{}: found {!r}; allowed: more than {}, which is {!r}",
-                own("max_step_tokens"),
+                OptionName(f"{path}.max_step_tokens"),
                 pool.max_step_tokens,
                 OptionName("decode_worker.max_running_sequences"),
                 max_running_sequences,
             )
         for option_name in ("accelerator_type", "resources"):
             if not ray_address and (value := getattr(pool, option_name)):
-                told = "{}: found {!r}; allowed: none without {}, because all workers are on one "
-                yield WrongOption(told + "host", own(option_name), value, OptionName("ray_address"))
+                yield WrongOption(
+                    "{}: found {!r}; allowed: none without {}, because all workers are on one host",
+                    OptionName(f"{path}.{option_name}"),
+                    value,
+                    OptionName("ray_address"),
+                )
         if pool.accelerator_type and device == "cpu":
             yield WrongOption(
                 "{}: found {!r}; allowed: none with {} cpu",
-                own("accelerator_type"),
+                OptionName(f"{path}.accelerator_type"),
                 pool.accelerator_type,
                 OptionName("device"),
             )
+
+
+def _role_problems(
+    name: str, pool: PoolConfig, path: str, num_prefill: int, workers_per_gpu: int
+) -> Iterator[WrongOption]:
+    """Yield problems of what a pool says of its workers' role, or of their number."""
+    role = OptionName(f"{path}.role")
+    if name == "prefill" and num_prefill == 0:
+        told = "{}: found options; allowed: none with {} 0, because this pool has no workers"
+        yield WrongOption(told, OptionName(path), OptionName("prefill"))
+    elif name in ROLES:
+        for option_name, remedy in (("role", "its name"), ("workers", f"the option {name}")):
+            if value := getattr(pool, option_name):
+                told = "{}: found {!r}; allowed: none, because {} says it"
+                yield WrongOption(told, OptionName(f"{path}.{option_name}"), value, remedy)
+    elif not pool.role:
+        yield WrongOption("{}: found none; allowed: prefill or decode", role)
+    elif workers_per_gpu > 1:
+        told = "{}: found {!r}; allowed: no further pools with {} above 1"
+        yield WrongOption(told, role, pool.role, OptionName("workers_per_gpu"))
+    elif pool.role == "prefill" and num_prefill == 0:
+        yield WrongOption(
+            "{}: found 'prefill'; allowed: decode with {} 0, which means that there are no "
+            "prefill workers",
+            role,
+            OptionName("prefill"),
+        )
