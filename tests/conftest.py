@@ -4,6 +4,8 @@ import gc
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -11,6 +13,9 @@ from hypothesis.internal.conjecture import providers
 
 from cluster.environment import prepare_ray
 from observability.serving_process import without_collections
+
+if TYPE_CHECKING:
+    from tests.support.certificates import Authority
 
 # A shell starts what runs in the background with SIGINT ignored, and processes inherit that: those
 # that tests start would not notice the one they are sent.
@@ -44,6 +49,14 @@ def pytest_collection() -> Iterator[None]:
     with without_collections():
         yield
     gc.freeze = lambda: None
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> "Authority":
+    """An authority whose files are the test's own."""
+    from tests.support.certificates import Authority  # most tests run without its library
+
+    return Authority(tmp_path)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from tests.pagewire.scripted_service import (
 )
 from tests.support.command_line import run_main
 from tests.support.rarely import rarely
+from tests.support.waiting import wait_until
 from tests.support.wall_clock import assert_within
 
 COMMANDS = [
@@ -93,13 +94,6 @@ def running(*arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=su
             yield process
         finally:
             process.kill()
-
-
-def until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_generate_prints_the_text_and_accounts_for_it_apart():
@@ -428,7 +422,7 @@ def test_a_long_wait_for_the_first_token_is_shown_to_a_terminal_alone(monkeypatc
     with serving_in_thread(answer_late) as (address, service):
         command = ("generate", "hello", "--address", address)
         with running(*command) as piped:
-            until(lambda: service.requests)
+            wait_until(lambda: service.requests)
             with running(*command, stderr=far) as watched:
                 os.close(far)
                 wait = shown_until(near, r"waiting for the first token, [3-9] s")
@@ -498,7 +492,7 @@ def test_an_interrupt_in_the_middle_of_an_answer_leaves_cleanly(command):
 
             assert process.wait(WAIT_S) == 130, stderr
             assert "Traceback" not in stderr
-        until(service.cancelled.is_set)
+        wait_until(service.cancelled.is_set)
 
 
 def test_an_interrupt_before_a_question_leaves_cleanly():
@@ -506,7 +500,7 @@ def test_an_interrupt_before_a_question_leaves_cleanly():
         serving_in_thread(answer) as (address, service),
         running("chat", "--address", address) as process,
     ):
-        until(lambda: service.requests)
+        wait_until(lambda: service.requests)
         time.sleep(
             1.0
         )  # until it asks; and a signal just before the process sleeps in its read does not wake it
@@ -534,7 +528,7 @@ def test_a_reader_that_leaves_early_ends_generate_without_a_traceback():
 
             assert process.wait(WAIT_S) == 1
             assert process.stderr.read() == ""
-        until(service.cancelled.is_set)
+        wait_until(service.cancelled.is_set)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -588,7 +582,7 @@ def test_status_shows_a_live_table_until_it_is_stopped(number):
         serving_in_thread(answer) as (address, service),
         running("status", "--address", address, stdout=stdout) as process,
     ):
-        until(lambda: service.num_statuses > 1)
+        wait_until(lambda: service.num_statuses > 1)
         process.send_signal(number)
 
         assert process.wait(WAIT_S) == 0
@@ -605,13 +599,13 @@ def test_live_status_outlasts_a_router_that_is_away():
         serving_in_thread(answer) as (address, service),
         running("status", "--address", address, stdout=stdout) as process,
     ):
-        until(lambda: service.num_statuses > 1)
+        wait_until(lambda: service.num_statuses > 1)
         service.is_away = True
         while b"the router has not answered for" not in shown:
             shown += os.read(terminal, 10_000)
         service.is_away = False
         answered = service.num_statuses
-        until(lambda: service.num_statuses > answered + 1)
+        wait_until(lambda: service.num_statuses > answered + 1)
         process.send_signal(signal.SIGINT)
 
         assert process.wait(WAIT_S) == 0

@@ -17,16 +17,10 @@ from cli import commands
 from credentials.door import front_door
 from tests.http_gateway.raw_http import exchange, request
 from tests.observability.test_tracing import collecting
-from tests.pagewire.scripted_service import response, serving_in_thread, usage
+from tests.pagewire.scripted_service import hello, serving_in_thread
 from tests.support.certificates import Authority
 from tests.support.command_line import run_main
 from tests.support.rarely import rarely
-
-STOP = 1  # FINISH_REASON_STOP
-
-
-async def hello(request, context):
-    yield response("Hello", [1], finish_reason=STOP, usage=usage())
 
 
 def lower_file_limit():

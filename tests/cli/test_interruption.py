@@ -20,8 +20,9 @@ from cluster.config import ClusterConfig
 from cluster.demo_model import demo_model_dir
 from cluster.errors import Interrupted, StartError
 from pagewire import Client
-from tests.support.processes import WAIT_S, kill_session, processes_of_session, until
+from tests.support.processes import WAIT_S, kill_session, processes_of_session
 from tests.support.rarely import rarely
+from tests.support.waiting import wait_until
 from tests.support.wall_clock import assert_within
 
 in_turn = pytest.mark.xdist_group("ray")
@@ -151,7 +152,7 @@ def test_a_second_signal_ends_it_at_once_and_leaves_nothing(is_ready):
         if is_ready:
             assert any(line.startswith("ready") for line in server.stdout)
         else:
-            until(lambda: "ray::DashboardAgent" in str(processes_of_session(server.pid)))
+            wait_until(lambda: "ray::DashboardAgent" in str(processes_of_session(server.pid)))
         server.send_signal(signal.SIGINT)
         time.sleep(0.1)
         sent_at = time.monotonic()

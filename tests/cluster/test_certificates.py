@@ -31,11 +31,6 @@ from tests.support.certificates import Authority, Pair
 from tests.support.command_line import run_main
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
 def config_of(authority: Authority, *, asks_clients: bool = False, **options: Any) -> ClusterConfig:
     settings = authority.settings(asks_clients=asks_clients)
     return ClusterConfig(tls=settings.inside, front_tls=settings.front, **options)

@@ -8,7 +8,8 @@ import pytest
 
 from cluster.descendants import killing_those_asked
 from cluster.local_ray import is_alive
-from tests.support.processes import kill_session, processes_of_session, until
+from tests.support.processes import kill_session, processes_of_session
+from tests.support.waiting import wait_until
 
 # A child, a grandchild, and an orphan: a grandchild whose parent has ended.
 START = """
@@ -55,7 +56,7 @@ def test_what_is_left_in_the_end_is_killed(started, code):
 
 @pytest.mark.parametrize("started", [WAITS], indirect=True, ids=["waits"])
 def test_a_second_signal_kills_all_before_the_process_ends(started):
-    until(lambda: num_sleepers(started) == 3)
+    wait_until(lambda: num_sleepers(started) == 3)
 
     started.send_signal(signal.SIGINT)
     time.sleep(0.2)
@@ -108,7 +109,7 @@ def test_a_child_that_blocks_sigterm_is_killed_once_it_is_asked_and_may_end():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     with subprocess.Popen(parent) as asked, subprocess.Popen(["sleep", "305"]) as other:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        until(psutil.Process(asked.pid).children)
+        wait_until(psutil.Process(asked.pid).children)
         [below] = psutil.Process(asked.pid).children()
         with killing_those_asked(lambda: bool(may_begin)):
             asked.terminate()
@@ -117,6 +118,6 @@ def test_a_child_that_blocks_sigterm_is_killed_once_it_is_asked_and_may_end():
             may_begin.append(True)
 
             assert asked.wait(5) == -signal.SIGKILL
-        until(lambda: not is_alive(below))
+        wait_until(lambda: not is_alive(below))
         assert other.poll() is None
         other.kill()

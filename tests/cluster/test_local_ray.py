@@ -5,7 +5,7 @@ import pytest
 
 from cluster.errors import RayLost
 from cluster.local_ray import LocalRay
-from tests.support.processes import until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_the_end_of_either_is_told_by_its_name(children, name, is_collected):
     if is_collected:
         children[name].wait()
     else:
-        until(lambda: local_ray.lost)
+        wait_until(lambda: local_ray.lost)
 
     assert local_ray.lost == [name]
     with pytest.raises(RayLost, match=f"^Ray's {name} on this host has ended, "):

@@ -23,8 +23,8 @@ from tests.cluster.in_process import generate_all, in_process_cluster
 from tests.support.certificates import Authority
 from tests.support.checkpoints import reference_greedy, write_checkpoint
 from tests.support.free_ports import free_port, free_range
-from tests.support.processes import until
 from tests.support.scrapes import samples, scrape
+from tests.support.waiting import wait_until
 
 
 def test_pages_move_between_workers_that_know_each_other_by_certificates(tmp_path: Path) -> None:
@@ -125,7 +125,9 @@ def test_a_cluster_with_tls_everywhere_serves_clients_routers_and_http(tmp_path:
             other = _found(r" on (127\.0\.0\.1:\d+) for", other_ready)
             with Client(other, default_timeout_s=60, tls=tls) as client:
                 # Until then the decode worker prefills by itself, as it should.
-                until(lambda: [each.state for each in client.status().workers] == ["ready"] * 2)
+                wait_until(
+                    lambda: [each.state for each in client.status().workers] == ["ready"] * 2
+                )
                 second = client.generate([6] * 300, max_tokens=4, ignore_eos=True)
         host, port = _found(r"HTTP on https://([\d.:]+)/v1", ready).split(":")
         context = ssl.create_default_context(cafile=authority.file)

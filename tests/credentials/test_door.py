@@ -19,11 +19,6 @@ from tests.support.certificates import Authority
 from tests.support.distributions import PACKAGES, ROOT
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 20))
 

@@ -28,11 +28,6 @@ from tests.support.certificates import Authority, Pair
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
 def encrypt(path: str) -> None:
     key = serialization.load_pem_private_key(Path(path).read_bytes(), None)
     Path(path).write_bytes(

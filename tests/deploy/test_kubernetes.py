@@ -20,7 +20,7 @@ from google.protobuf import json_format
 from pagewire.protos import inference_pb2
 from tests.deploy import manifest_checks as checks
 from tests.deploy.kubectl import kustomize
-from tests.support.processes import until
+from tests.support.waiting import wait_until
 
 KUBERNETES = checks.ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("cpu-demo", "production", "single-node")
@@ -559,7 +559,7 @@ def test_redis_wants_its_password_and_shows_it_to_nobody(rendered, tmp_path):
 
     with subprocess.Popen([*words, "--port", "0", "--unixsocket", at], env=environment) as store:
         try:
-            until(lambda: told() == "PONG\n")
+            wait_until(lambda: told() == "PONG\n")
             assert "NOAUTH" in told(REDISCLI_AUTH="")
             assert b"a-password" not in Path(f"/proc/{store.pid}/cmdline").read_bytes()
         finally:

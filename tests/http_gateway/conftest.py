@@ -7,7 +7,8 @@ import pytest
 from openai import OpenAI
 
 from tests.http_gateway.parrot import MARKS, parrot, write_folder
-from tests.http_gateway.serving import Gateway, gateway, real_router
+from tests.http_gateway.serving import Gateway, gateway, real_router, scripted
+from tests.pagewire.scripted_service import two_words
 from tests.router.scripted_worker import ScriptedWorker
 
 
@@ -35,6 +36,13 @@ def parrots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 @pytest.fixture(scope="module")
 def plain(parrots: Callable[[str], Gateway]) -> Gateway:
     return parrots("plain")
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Gateway]:
+    """A gateway whose router says two words."""
+    with gateway(lambda: scripted(two_words)) as running:
+        yield running
 
 
 def openai(served: Gateway, **options) -> OpenAI:

@@ -8,7 +8,7 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,15 +20,14 @@ from credentials.door import front_door
 from http_gateway.config import GatewayConfig
 from http_gateway.handover import PASS_S, NotPassedOn, receive_listener, send_listener
 from http_gateway.server import GatewayServer
-from pagewire.protos import common_pb2
 from tests.http_gateway.raw_http import RawAnswer, exchange, is_closed, read_answer, request
 from tests.http_gateway.serving import Gateway, gateway, scripted
-from tests.pagewire.scripted_service import response, usage
+from tests.pagewire.scripted_service import two_words, waiting_for
 from tests.support.certificates import Authority
 from tests.support.virtual_time import run_virtual
+from tests.support.waiting import wait_until
 
 TEXT = "/v1/completions"
-STOP = common_pb2.FINISH_REASON_STOP
 LIMITS = {"head_timeout_s": 0.5}  # how long a gateway that retires looks for late connections
 
 
@@ -36,36 +35,12 @@ def ask_text(*, stream: bool = False) -> bytes:
     return request(TEXT, json.dumps({"prompt": "x", "stream": stream}))
 
 
-async def two_words(call: Any, context: Any) -> AsyncIterator[Any]:
-    yield response("Hello ", [1])
-    yield response("there", [2], first_index=1, finish_reason=STOP, usage=usage())
-
-
-def waiting_for(event: threading.Event) -> Any:
-    """A script whose second word comes after an event."""
-
-    async def script(call: Any, context: Any) -> AsyncIterator[Any]:
-        yield response("Hello ", [1])
-        while not event.is_set():
-            await asyncio.sleep(0.01)
-        yield response("there", [2], first_index=1, finish_reason=STOP, usage=usage())
-
-    return script
-
-
-def until(condition: Callable[[], Any], within_s: float = 10.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 @contextmanager
 def begun_stream(served: Gateway) -> Iterator[socket.socket]:
     """The connection of a client whose stream has reached the router."""
     with socket.create_connection(served.host_and_port, timeout=10) as stream:
         stream.sendall(ask_text(stream=True))
-        until(lambda: served.backend.requests)
+        wait_until(lambda: served.backend.requests)
         yield stream
 
 
@@ -124,10 +99,10 @@ def test_no_request_fails_while_a_gateway_takes_over_and_a_running_stream_ends_w
         old.backend.script = two_words  # for what comes from now on
         with load(old) as asking, gateway(lambda: scripted(two_words), predecessor=old) as new:
             assert new.address == old.address
-            until(lambda: new.backend.requests)
+            wait_until(lambda: new.backend.requests)
             ending = retire(old, 30.0)
             number = len(asking.answers)
-            until(lambda: len(asking.answers) > number + 200)
+            wait_until(lambda: len(asking.answers) > number + 200)
             release.set()
             answer = read_answer(stream, 0.0)
 
@@ -149,7 +124,7 @@ def test_a_connection_that_was_idle_is_answered_once_more_and_then_closes(has_as
         if has_asked:
             client.sendall(ask_text())
             assert "connection" not in read_answer(client, 0.0).headers
-        until(lambda: served.server._server.server_state.connections)
+        wait_until(lambda: served.server._server.server_state.connections)
         ending = retire(served, 30.0)
         time.sleep(2 * LIMITS["head_timeout_s"] if has_asked else 0.2)
         client.sendall(3 * ask_text())  # pipelined

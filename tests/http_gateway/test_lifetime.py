@@ -20,7 +20,6 @@ from http_gateway.found_routers import FoundRouters
 from http_gateway.server import GatewayServer
 from observability.logs import ATTRIBUTE
 from pagewire import ClosedError, UnavailableError, calls, routers
-from pagewire.protos import common_pb2
 from pagewire.routers import Connector
 from router import front
 from tests.http_gateway.canaries import singing
@@ -29,15 +28,20 @@ from tests.http_gateway.parrot import parrot, write_folder
 from tests.http_gateway.raw_http import exchange, is_closed, read_answer, request
 from tests.http_gateway.serving import gateway, real_router, scripted
 from tests.pagewire.scripted_service import (
+    STOP,
     ScriptedService,
     abort,
+    never_ends,
     response,
     retry_after,
     serving,
+    two_words,
     usage,
     violation,
+    waiting_for,
 )
 from tests.support.virtual_time import run_virtual
+from tests.support.waiting import wait_until
 from tests.support.wall_clock import assert_within, on_this_host
 
 CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -46,34 +50,15 @@ BODIES = {
     TEXT: {"prompt": "x"},
     RESPONSE: {"input": "x"},
 }
-STOP = common_pb2.FINISH_REASON_STOP
 
 
 def body_of(path, **options):
     return json.dumps({**BODIES[path], **options})
 
 
-def until(condition, within_s=10.0):
-    deadline = time.monotonic() + within_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return value
-
-
-async def two_words(call, context):
-    yield response("Hello ", [1])
-    yield response("there", [2], first_index=1, finish_reason=STOP, usage=usage())
-
-
 async def never_begins(call, context):
     await asyncio.sleep(60)
     yield
-
-
-async def never_ends(call, context):
-    yield response("a", [1])
-    await asyncio.sleep(60)
 
 
 async def floods(call, context):
@@ -104,17 +89,17 @@ def test_a_client_that_leaves_cancels_its_call_at_the_router(path, is_stream, sc
     with gateway(lambda: scripted(script)) as served:
         with socket.create_connection(served.host_and_port) as connection:
             connection.sendall(request(path, body_of(path, stream=is_stream)))
-            until(lambda: served.backend.requests)
-        until(served.backend.cancelled.is_set)
+            wait_until(lambda: served.backend.requests)
+        wait_until(served.backend.cancelled.is_set)
 
 
 def test_a_client_that_leaves_is_noticed_although_it_has_sent_its_next_request():
     with gateway(lambda: scripted(never_begins)) as served:
         with socket.create_connection(served.host_and_port) as connection:
             connection.sendall(request(TEXT, body_of(TEXT)))
-            until(lambda: served.backend.requests)
+            wait_until(lambda: served.backend.requests)
             connection.sendall(request("/health", method="GET"))
-        until(served.backend.cancelled.is_set)
+        wait_until(served.backend.cancelled.is_set)
 
 
 def test_no_more_is_read_behind_requests_whose_bodies_are_many_bytes():
@@ -124,13 +109,13 @@ def test_no_more_is_read_behind_requests_whose_bodies_are_many_bytes():
         socket.create_connection(served.host_and_port) as client,
     ):
         client.sendall(request(TEXT, body_of(TEXT)))
-        until(lambda: served.backend.requests)
+        wait_until(lambda: served.backend.requests)
         (connection,) = served.server._server.server_state.connections
         for num_waiting in (1, 2, 3):
             client.sendall(body)
-            until(lambda num=num_waiting: len(connection.pipeline) == num)
+            wait_until(lambda num=num_waiting: len(connection.pipeline) == num)
 
-        until(lambda: connection.flow.read_paused)
+        wait_until(lambda: connection.flow.read_paused)
 
 
 def test_a_head_that_grows_while_another_request_is_answered_ends_the_connection():
@@ -146,7 +131,7 @@ def test_a_head_that_grows_while_another_request_is_answered_ends_the_connection
         socket.create_connection(served.host_and_port, timeout=10) as connection,
     ):
         connection.sendall(request(TEXT, body_of(TEXT)))
-        until(lambda: served.backend.requests)
+        wait_until(lambda: served.backend.requests)
         connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * 300_000)
         end.set()
 
@@ -164,16 +149,16 @@ def test_a_closed_connection_whose_client_reads_nothing_is_given_up(who):
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(served.host_and_port)
-            connection = until(lambda: next(iter(state.connections), None))
+            connection = wait_until(lambda: next(iter(state.connections), None))
             while not connection._raw.get_write_buffer_size():
                 num_answers = state.total_requests
                 client.sendall(request("/page/cluster.js", method="GET"))
-                until(lambda before=num_answers: state.total_requests > before)
+                wait_until(lambda before=num_answers: state.total_requests > before)
             assert not connection.flow.write_paused
             if who == "client":
                 client.shutdown(socket.SHUT_WR)
 
-            until(lambda: not state.connections)
+            wait_until(lambda: not state.connections)
 
 
 def waiting(cancelled, fails=()):
@@ -197,8 +182,8 @@ def test_a_client_that_leaves_cancels_all_calls_of_a_batch():
     with gateway(lambda: scripted(waiting(cancelled))) as served:
         with socket.create_connection(served.host_and_port) as connection:
             connection.sendall(request(TEXT, body_of(TEXT, prompt=["a", "b", "c"])))
-            until(lambda: len(served.backend.requests) == 3)
-        until(lambda: sorted(cancelled) == ["a", "b", "c"])
+            wait_until(lambda: len(served.backend.requests) == 3)
+        wait_until(lambda: sorted(cancelled) == ["a", "b", "c"])
 
 
 def test_a_call_of_a_batch_that_fails_ends_the_others():
@@ -208,7 +193,7 @@ def test_a_call_of_a_batch_that_fails_ends_the_others():
             served.host_and_port, request(TEXT, body_of(TEXT, prompt=["a", "b", "c"]))
         )
         assert answer.status == 503
-        until(lambda: sorted(cancelled) == ["a", "c"])
+        wait_until(lambda: sorted(cancelled) == ["a", "c"])
 
 
 def test_a_call_of_a_batch_that_fails_ends_the_others_though_nobody_reads():
@@ -238,12 +223,12 @@ def test_a_client_that_takes_nothing_is_disconnected_and_holds_up_nobody():
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(served.host_and_port)
         connection.sendall(request(TEXT, body_of(TEXT, prompt="flood", stream=True)))
-        until(lambda: served.backend.requests)
+        wait_until(lambda: served.backend.requests)
         for _ in range(10):
             answer = exchange(served.host_and_port, request(TEXT, body_of(TEXT)))
             assert_within(answer.seconds, on_this_host(1))
             time.sleep(0.05)
-        until(served.backend.cancelled.is_set)
+        wait_until(served.backend.cancelled.is_set)
         assert is_closed(connection)
 
 
@@ -403,7 +388,7 @@ def test_a_router_that_hangs_is_given_up_when_its_time_is_over():
         answer = exchange(served.host_and_port, request(TEXT, body_of(TEXT)))
 
         assert (answer.status, answer.error["code"]) == (504, "timeout")
-        until(served.backend.cancelled.is_set)
+        wait_until(served.backend.cancelled.is_set)
 
 
 def test_the_router_is_asked_to_gather_what_nobody_waits_for():
@@ -629,20 +614,13 @@ def test_calls_that_lose_their_router_fail_and_say_why():
 
 def test_a_gateway_that_stops_finishes_what_runs_and_takes_nothing_new():
     release = threading.Event()
-
-    async def script(call, context):
-        yield response("Hello ", [1])
-        while not release.is_set():
-            await asyncio.sleep(0.01)
-        yield response("there", [2], first_index=1, finish_reason=STOP, usage=usage())
-
-    with gateway(lambda: scripted(script)) as served:
+    with gateway(lambda: scripted(waiting_for(release))) as served:
         with (
             socket.create_connection(served.host_and_port) as running,
             socket.create_connection(served.host_and_port) as idle,
         ):
             running.sendall(request(TEXT, body_of(TEXT, stream=True)))
-            until(lambda: served.backend.requests)
+            wait_until(lambda: served.backend.requests)
             stopping = threading.Thread(target=lambda: served.run(served.server.stop(5.0)))
             stopping.start()
             assert is_closed(idle)
@@ -667,7 +645,7 @@ def test_a_gateway_that_stops_tells_clients_whose_answers_outlast_its_grace(path
         whole.sendall(2 * request(path, body_of(path)))  # the second one waits behind the first
         stream.sendall(request(path, body_of(path, stream=True)))
         sending.sendall(request(path, "{", content_length="100"))
-        until(lambda: len(served.backend.requests) == 2)
+        wait_until(lambda: len(served.backend.requests) == 2)
         assert stream.recv(1)
         started = time.monotonic()
         served.run(served.server.stop(0.2))
@@ -685,7 +663,7 @@ def test_a_gateway_that_stops_tells_clients_whose_answers_outlast_its_grace(path
         assert b"the gateway stopped" in last
         assert (b"response.failed" if path == RESPONSE else b'data: {"error": {') in last
         assert b"[DONE]" not in begun.body
-        until(served.backend.cancelled.is_set)
+        wait_until(served.backend.cancelled.is_set)
 
 
 def test_a_gateway_that_stops_does_not_wait_for_a_client_that_reads_nothing(caplog):
@@ -694,8 +672,8 @@ def test_a_gateway_that_stops_does_not_wait_for_a_client_that_reads_nothing(capl
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(served.host_and_port)
         connection.sendall(request(TEXT, body_of(TEXT, stream=True)))
-        (guest,) = until(lambda: served.server._server.server_state.connections)
-        until(lambda: guest.flow.write_paused)
+        (guest,) = wait_until(lambda: served.server._server.server_state.connections)
+        wait_until(lambda: guest.flow.write_paused)
         started = time.monotonic()
         served.run(served.server.stop(0.2))
 

@@ -23,18 +23,14 @@ from pagewire.routers import Connector
 from tests.http_gateway.conftest import openai as client_of
 from tests.http_gateway.raw_http import exchange, request
 from tests.http_gateway.serving import gateway, scripted
-from tests.http_gateway.test_lifetime import TEXT, body_of, never_ends, two_words, until
+from tests.http_gateway.test_lifetime import TEXT, body_of
+from tests.pagewire.scripted_service import never_ends, two_words
 from tests.support.cluster_status import ONE_OF_EACH
 from tests.support.traces import traced, values
+from tests.support.waiting import wait_until
 
 SECRET = "prompt that nobody else may read"
 TOKEN = "sk-secret-token"
-
-
-@pytest.fixture(scope="module")
-def served():
-    with gateway(lambda: scripted(two_words)) as running:
-        yield running
 
 
 def lines(caplog):
@@ -80,11 +76,11 @@ def test_the_span_of_a_request_is_the_parent_of_its_routers_and_holds_nothing_of
     body = json.dumps({"prompt": SECRET, "user": SECRET})
     with traced() as traces:
         exchange(served.host_and_port, request(TEXT, body, **caller))
-        until(lambda: traces.spans)
+        wait_until(lambda: traces.spans)
         [span] = traces.spans
         asked = asked_of(served)
         exchange(served.host_and_port, request(TEXT, '{"prompt": 5}'))
-        until(lambda: len(traces.spans) == 2)
+        wait_until(lambda: len(traces.spans) == 2)
         _, wrong = traces.spans
 
     assert (span.name, span.kind) == (f"POST {TEXT}", SpanKind.SERVER)
@@ -143,7 +139,7 @@ def test_each_request_is_one_line_without_what_it_holds(served, caplog):
     for number, (path, body) in enumerate(bodies, start=1):
         headers = {"authorization": f"Bearer {TOKEN}", "x_api_key": TOKEN}
         exchange(served.host_and_port, request(path, json.dumps(body), **headers))
-        until(lambda num=number: len(lines(caplog)) >= num)  # a line follows its answer
+        wait_until(lambda num=number: len(lines(caplog)) >= num)  # a line follows its answer
 
     found = lines(caplog)
     assert len(found) == len(bodies)
@@ -166,7 +162,7 @@ def test_a_request_that_a_stop_ends_is_no_success_in_the_log(caplog):
         for is_stream in (False, True):
             client = clients.enter_context(socket.create_connection(served.host_and_port))
             client.sendall(request(TEXT, body_of(TEXT, stream=is_stream)))
-        until(lambda: len(served.backend.requests) == 2)
+        wait_until(lambda: len(served.backend.requests) == 2)
         client.recv(1)  # the stream has begun
         served.run(served.server.stop(0.0))
 

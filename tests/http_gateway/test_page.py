@@ -14,19 +14,13 @@ from pagewire import UnavailableError
 from tests.http_gateway.lively_cluster import LivelyCluster
 from tests.http_gateway.raw_http import exchange, request
 from tests.http_gateway.serving import gateway, scripted
-from tests.http_gateway.test_lifetime import two_words
+from tests.pagewire.scripted_service import two_words
 from tests.support.distributions import SERVER
 from tests.support.virtual_time import run_virtual
 
 FILES = sorted(path.name for path in FOLDER.iterdir())
 SCRIPTS = [name for name in FILES if name.endswith(".js")]
 INDEX = (FOLDER / "index.html").read_text()
-
-
-@pytest.fixture(scope="module")
-def served():
-    with gateway(lambda: scripted(two_words)) as running:
-        yield running
 
 
 def get(served, path, **headers):

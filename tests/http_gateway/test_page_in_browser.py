@@ -21,10 +21,10 @@ from tests.docs.pages import page_digest
 from tests.http_gateway.lively_cluster import LivelyCluster
 from tests.http_gateway.parrot import parrot, write_folder
 from tests.http_gateway.serving import gateway, real_router, scripted
-from tests.http_gateway.test_lifetime import until
 from tests.pagewire.scripted_service import one_worker
 from tests.router.tenants.known import rules, tenants
 from tests.support.certificates import Authority
+from tests.support.waiting import wait_until
 from tests.support.wall_clock import assert_within, on_this_host
 
 pytestmark = pytest.mark.browser
@@ -266,7 +266,7 @@ def test_an_answer_can_be_stopped(serve, visit, way):
         page.locator("#send").click()
 
     page.get_by_text("stopped").wait_for()
-    until(served.backend.cancelled.is_set)
+    wait_until(served.backend.cancelled.is_set)
     assert page.locator("#send").inner_text() == "Send"
     shown = page.locator(".answer .text").inner_text()
     ask(page, "next")

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,18 +15,13 @@ from credentials.door import front_door
 from http_gateway.places import SILENT_S
 from tests.http_gateway.raw_http import exchange, is_closed, read_answer, request
 from tests.http_gateway.serving import Gateway, gateway, scripted
-from tests.pagewire.scripted_service import response, usage
+from tests.pagewire.scripted_service import hello
 from tests.support.certificates import Authority
 
-STOP = 1  # FINISH_REASON_STOP
 PROBE = request("/health", method="GET")
 PROMPT = request("/v1/completions", json.dumps({"prompt": "x"}))
 # Longer than the tests take: only newcomers end a connection.
 LIMITS = {"head_timeout_s": 60.0, "idle_timeout_s": 60.0, "max_connections": 4}
-
-
-async def hello(call: Any, context: Any) -> Any:
-    yield response("Hello", [1], finish_reason=STOP, usage=usage())
 
 
 @pytest.fixture

@@ -17,20 +17,9 @@ from credentials.door import front_door
 from http_gateway import connection
 from pagewire import Tls
 from tests.http_gateway.serving import Gateway, gateway, scripted
-from tests.pagewire.scripted_service import response, usage
+from tests.pagewire.scripted_service import STOP, hello, response, usage
 from tests.support.certificates import Authority, Pair
 from tests.support.wall_clock import assert_within
-
-STOP = 1  # FINISH_REASON_STOP
-
-
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
-async def hello(request: Any, context: Any) -> AsyncIterator[Any]:
-    yield response("Hello", [1], finish_reason=STOP, usage=usage())
 
 
 def context_of(authority: Authority, pair: Pair | None = None) -> ssl.SSLContext:

@@ -15,9 +15,9 @@ from pagewire.protos import inference_pb2
 from tests.http_gateway.parrot import MARKS, write_folder
 from tests.http_gateway.raw_http import exchange, request
 from tests.http_gateway.serving import gateway
-from tests.http_gateway.test_lifetime import until
 from tests.http_gateway.whole_cluster import GrpcCanary, HttpCanary, whole_cluster
 from tests.support.traces import traced
+from tests.support.waiting import wait_until
 
 EACH = 40  # together several times as many as the pages of the decode worker hold
 
@@ -59,7 +59,7 @@ def test_a_request_is_one_line_of_each_process_and_none_holds_its_text(
     with gateway(lambda: whole_cluster(folder)) as served:
         caplog.set_level(logging.DEBUG)
         answered = exchange(served.host_and_port, request("/v1/completions", body))
-        until(lambda: len(lines()) == len(written))  # a line follows its answer
+        wait_until(lambda: len(lines()) == len(written))  # a line follows its answer
         token_ids = served.backend.tokenizer.encode(secret, add_special_tokens=False)
 
     assert Counter(each.getMessage() for each in lines()) == Counter(written)
@@ -79,8 +79,8 @@ def test_the_trace_of_a_request_begins_at_the_gateway(
     body = json.dumps({"prompt": ["One page of text", "and another"], "max_tokens": 30})
     with gateway(lambda: whole_cluster(folder)) as served, traced() as traces:
         assert exchange(served.host_and_port, request("/v1/completions", body)).status == 200
-        until(lambda: traces.named("POST /v1/completions"))
-        until(lambda: len(traces.named("decode")) == 2)
+        wait_until(lambda: traces.named("POST /v1/completions"))
+        wait_until(lambda: len(traces.named("decode")) == 2)
 
         above = ["POST /v1/completions", "generate", "attempt", "decode"]
         assert [traces.path(each) for each in traces.named("decode")] == [above, above]
@@ -122,7 +122,7 @@ def test_what_is_refused_is_in_no_log_either(
                     list(call(wrong, timeout=10))
             with pytest.raises(grpc.RpcError, match="text: byte 17 is not UTF-8"):
                 list(call(garbled, timeout=10))
-        until(lambda: any(each.getMessage() == "request_refused" for each in caplog.records))
+        wait_until(lambda: any(each.getMessage() == "request_refused" for each in caplog.records))
 
     text = "\n".join(f"{each.getMessage()} {vars(each)}" for each in caplog.records)
     assert secret not in text

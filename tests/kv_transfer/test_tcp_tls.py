@@ -17,11 +17,6 @@ from tests.kv_transfer.tcp_pair import Pair, a_pair, run, soon, wire_tap
 from tests.support.certificates import Authority
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
 def page_tls(authority: Authority) -> PageTls:
     tls = ClusterLinks(TlsSettings(inside=authority.inside())).page_tls
     assert tls

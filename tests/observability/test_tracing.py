@@ -25,6 +25,7 @@ from observability.tracing import (
 from options.option import WrongOptions
 from pagewire.protos.trace_context import NO_TRACE, TraceContext
 from tests.support.traces import traced, values
+from tests.support.waiting import wait_until
 from tests.support.wall_clock import assert_within
 
 
@@ -66,13 +67,6 @@ def test_values_that_are_none_are_left_out_and_a_log_line_names_the_trace():
     [span] = traces.spans
     assert values(span) == {"request_id": "r", "gen_ai.usage.input_tokens": 3}
     assert trace_id == f"{span.context.trace_id:032x}"
-
-
-def wait_for(condition, timeout_s=30.0):
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_what_still_runs_when_a_process_stops_goes_on_untraced():
@@ -139,7 +133,7 @@ def test_a_collector_that_is_gone_holds_up_nobody(caplog, monkeypatch):
     stop_tracing()
     assert_within(time.monotonic() - stopping_at, 5)
     assert not begin_trace("generate", NO_TRACE).is_traced
-    wait_for(lambda: any(record.message == "traces_lost" for record in caplog.records))
+    wait_until(lambda: any(record.message == "traces_lost" for record in caplog.records))
     assert all(record.name == "observability.tracing" for record in caplog.records)
 
 

@@ -21,6 +21,7 @@ from pagewire.wire import STATUS_DETAILS_KEY
 from router.front import MIN_PING_INTERVAL_MS
 
 Script = Callable[[Any, Any], AsyncIterator[Any]]  # (request, context) -> responses
+STOP = common_pb2.FINISH_REASON_STOP
 # As a router's: by default gRPC ends the connection of a client that waits for ten seconds.
 OPTIONS = (("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),)
 
@@ -185,6 +186,35 @@ def response(text="", token_ids=(), *, choice=0, first_index=0, **fields):
         first_index=first_index,
         **fields,
     )
+
+
+async def hello(request, context):
+    """A script of one word."""
+    yield response("Hello", [1], finish_reason=STOP, usage=usage())
+
+
+async def two_words(request, context):
+    """A script of two words."""
+    yield response("Hello ", [1])
+    yield response("there", [2], first_index=1, finish_reason=STOP, usage=usage())
+
+
+def waiting_for(event: threading.Event) -> Script:
+    """Return a script whose second word comes after an event."""
+
+    async def script(request, context):
+        yield response("Hello ", [1])
+        while not event.is_set():
+            await asyncio.sleep(0.01)
+        yield response("there", [2], first_index=1, finish_reason=STOP, usage=usage())
+
+    return script
+
+
+async def never_ends(request, context):
+    """A script of one token, behind which nothing comes."""
+    yield response("a", [1])
+    await asyncio.sleep(60)
 
 
 def one_worker():

@@ -14,6 +14,7 @@ from pagewire.protos import common_pb2
 from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES
 from tests.pagewire.scripted_service import (
     abort,
+    never_ends,
     response,
     retry_after,
     serving,
@@ -30,11 +31,6 @@ async def two_deltas(request, context):
     yield response(
         "c", [2], first_index=1, finish_reason=common_pb2.FINISH_REASON_LENGTH, usage=usage()
     )
-
-
-async def never_ends(request, context):
-    yield response("a", [1])
-    await asyncio.sleep(60)
 
 
 def failing(code, message, *details, after=()):

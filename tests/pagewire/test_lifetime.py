@@ -7,23 +7,21 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from pagewire import AsyncClient, Client, ClosedError, ServerError
-from tests.pagewire.scripted_service import ScriptedService, response, serving_in_thread
-from tests.pagewire.test_client import never_ends, run, two_deltas
+from tests.pagewire.scripted_service import (
+    ScriptedService,
+    never_ends,
+    response,
+    serving_in_thread,
+)
+from tests.pagewire.test_client import run, two_deltas
+from tests.support.waiting import wait_until
 
 WAIT_S = 10
-
-
-def until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def run_program(source, *arguments):
@@ -206,7 +204,7 @@ def test_closing_a_sync_client_ends_the_calls_of_other_threads_with_closed_error
         client = Client(address)
         with ThreadPoolExecutor(4) as pool:
             calls = [pool.submit(client.generate, "x") for _ in range(4)]
-            until(lambda: len(service.requests) == 4)
+            wait_until(lambda: len(service.requests) == 4)
 
             client.close()
 

@@ -12,22 +12,19 @@ import pytest
 from credentials.config import TlsSettings
 from credentials.door import front_door
 from pagewire import AsyncClient, Client, InvalidRequestError, Tls, TlsError
-from tests.pagewire.scripted_service import response, serving, serving_in_thread, usage
+from tests.pagewire.scripted_service import (
+    STOP,
+    hello,
+    response,
+    serving,
+    serving_in_thread,
+    usage,
+)
 from tests.support.certificates import Authority
 from tests.support.command_line import run_main
 from tests.support.wall_clock import assert_within
 
-STOP = 1  # FINISH_REASON_STOP
 SOON_S = 8.0  # a client that waits for its deadline takes longer
-
-
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
-async def hello(request: Any, context: Any) -> AsyncIterator[Any]:
-    yield response("Hello", [1], finish_reason=STOP, usage=usage())
 
 
 def test_a_client_that_trusts_the_authority_is_answered(authority: Authority) -> None:

@@ -6,7 +6,6 @@ leaves it. (An inherited variable would not tell: Ray's agents write their names
 
 import os
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,12 +29,3 @@ def kill_session(session_id):
     for process_id in processes_of_session(session_id):
         with suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)
-
-
-def until(condition, within_s=WAIT_S):
-    """Return what a condition gives as soon as it holds; fails after `within_s` seconds."""
-    deadline = time.monotonic() + within_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
