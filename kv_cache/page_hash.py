@@ -19,28 +19,16 @@ HASH_BYTES = 16
 
 
 def page_hashes(
-    token_ids: Sequence[int],
-    page_size: int,
-    *,
-    fingerprint: str,
-    salt: bytes = b"",
-    key: bytes = b"",
+    packed: bytes, page_size: int, *, fingerprint: str, salt: bytes = b"", key: bytes = b""
 ) -> list[bytes]:
-    """Return the hash of each full page of `token_ids`; a partial last page has none.
+    """Return the hash of each full page of token ids; a partial last page has none.
 
     Args:
+        packed: The token ids as little-endian uint32.
         fingerprint: Identity of weights and configuration, as in KVLayout.
         salt: Separates tenants: equal tokens under different salts have different hashes.
         key: Secret of the cluster, at most 64 bytes; without it hashes can be computed by anyone.
     """
-    packed = pack_token_ids(token_ids)
-    return packed_page_hashes(packed, page_size, fingerprint=fingerprint, salt=salt, key=key)
-
-
-def packed_page_hashes(
-    packed: bytes, page_size: int, *, fingerprint: str, salt: bytes = b"", key: bytes = b""
-) -> list[bytes]:
-    """Return the same for packed token ids, little-endian uint32."""
     root = root_hash(fingerprint, salt, key)
     return chained_hashes(root, _split_packed(packed, page_size), key)
 

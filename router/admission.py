@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from grammars.errors import GrammarError
-from kv_cache.page_hash import packed_page_hashes
+from kv_cache.page_hash import page_hashes
 from pagewire.protos.token_ids import TOKEN_BYTES
 from protos.shares import may_take
 from router.chat_format import ToolCallFormat, begins_in_reasoning, has_reasoning, tool_call_format
@@ -254,14 +254,14 @@ class Admission:
         self, model: ServedModel, tenant: TenantRules, packed: bytes
     ) -> _CheckedPrompt:
         check_prompt(packed, model)
-        page_hashes = packed_page_hashes(
+        hashes = page_hashes(
             packed,
             model.page_size,
             fingerprint=model.fingerprint,
             salt=tenant.cache_salt,
             key=self._config.page_hash_key,
         )
-        return _CheckedPrompt(packed, tuple(page_hashes))
+        return _CheckedPrompt(packed, tuple(hashes))
 
     def _complete_sampling(
         self, asking: Asking, model: ServedModel, checked: _CheckedPrompt, begun: Begun | None

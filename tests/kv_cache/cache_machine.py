@@ -17,6 +17,7 @@ from kv_cache.event_log import Stored
 from kv_cache.page_hash import page_hashes
 from kv_cache.page_pool import PageState, Quarantined
 from kv_cache.prefix_cache import Lease, PrefixCache, SequencePages
+from pagewire.protos.token_ids import pack_token_ids
 
 PAGE_SIZE = 2
 NUM_PAGES = 10
@@ -512,7 +513,7 @@ class CacheMachine(RuleBasedStateMachine):
         return removed
 
     def name_pages(self, tokens: list[int], salt: bytes) -> None:
-        hashes = page_hashes(tokens, PAGE_SIZE, fingerprint=FINGERPRINT, salt=salt)
+        hashes = page_hashes(pack_token_ids(tokens), PAGE_SIZE, fingerprint=FINGERPRINT, salt=salt)
         for num_pages, page_hash in enumerate(hashes, start=1):
             self.names[page_hash] = (salt, tuple(tokens[: num_pages * PAGE_SIZE]))
 

@@ -1,6 +1,7 @@
 import pytest
 
 from kv_cache.page_hash import HASH_BYTES, page_hashes, split_pages
+from pagewire.protos.token_ids import pack_token_ids
 
 VECTORS: list[tuple[list[int], int, str, bytes, bytes, list[str]]] = [
     (
@@ -32,16 +33,16 @@ VECTORS: list[tuple[list[int], int, str, bytes, bytes, list[str]]] = [
 
 def test_only_full_pages_have_a_hash() -> None:
     for num_tokens in range(10):
-        hashes = page_hashes(range(num_tokens), 4, fingerprint="m")
+        hashes = page_hashes(pack_token_ids(range(num_tokens)), 4, fingerprint="m")
         assert len(hashes) == num_tokens // 4
         assert all(len(page_hash) == HASH_BYTES for page_hash in hashes)
 
 
 def test_a_hash_depends_on_everything_before_it() -> None:
     tokens = list(range(12))
-    hashes = page_hashes(tokens, 4, fingerprint="m")
-    changed = page_hashes([99, *tokens[1:]], 4, fingerprint="m")
-    last = page_hashes([*tokens[:11], 99], 4, fingerprint="m")
+    hashes = page_hashes(pack_token_ids(tokens), 4, fingerprint="m")
+    changed = page_hashes(pack_token_ids([99, *tokens[1:]]), 4, fingerprint="m")
+    last = page_hashes(pack_token_ids([*tokens[:11], 99]), 4, fingerprint="m")
 
     assert all(a != b for a, b in zip(hashes, changed, strict=True))
     assert [a == b for a, b in zip(hashes, last, strict=True)] == [True, True, False]
@@ -50,13 +51,13 @@ def test_a_hash_depends_on_everything_before_it() -> None:
 def test_model_salt_key_and_page_size_separate_hashes() -> None:
     tokens = [1] * 8
     variants = [
-        page_hashes(tokens, 4, fingerprint="m"),
-        page_hashes(tokens, 4, fingerprint="n"),
-        page_hashes(tokens, 4, fingerprint="m", salt=b"tenant"),
-        page_hashes(tokens, 4, fingerprint="m", key=b"key"),
-        page_hashes(tokens, 2, fingerprint="m"),
-        page_hashes(tokens, 4, fingerprint="ms", salt=b"alt"),
-        page_hashes(tokens, 4, fingerprint="m", salt=b"salt"),
+        page_hashes(pack_token_ids(tokens), 4, fingerprint="m"),
+        page_hashes(pack_token_ids(tokens), 4, fingerprint="n"),
+        page_hashes(pack_token_ids(tokens), 4, fingerprint="m", salt=b"tenant"),
+        page_hashes(pack_token_ids(tokens), 4, fingerprint="m", key=b"key"),
+        page_hashes(pack_token_ids(tokens), 2, fingerprint="m"),
+        page_hashes(pack_token_ids(tokens), 4, fingerprint="ms", salt=b"alt"),
+        page_hashes(pack_token_ids(tokens), 4, fingerprint="m", salt=b"salt"),
     ]
     flat = [page_hash for hashes in variants for page_hash in hashes]
     assert len(set(flat)) == len(flat)
@@ -76,5 +77,7 @@ def test_hashes_are_frozen(
     expected: list[str],
 ) -> None:
     """Routers and workers of different releases must agree."""
-    hashes = page_hashes(tokens, page_size, fingerprint=fingerprint, salt=salt, key=key)
+    hashes = page_hashes(
+        pack_token_ids(tokens), page_size, fingerprint=fingerprint, salt=salt, key=key
+    )
     assert [page_hash.hex() for page_hash in hashes] == expected

@@ -6,6 +6,7 @@ from kv_cache.event_log import Removed, Stored
 from kv_cache.page_hash import page_hashes
 from kv_cache.page_pool import PageState
 from kv_cache.prefix_cache import PrefixCache, PrefixMatch, SequencePages
+from pagewire.protos.token_ids import pack_token_ids
 
 PAGE_SIZE = 4
 
@@ -22,7 +23,7 @@ def serve(cache: PrefixCache, tokens: list[int], salt: bytes = b"") -> SequenceP
 
 
 def hashes(tokens: list[int], salt: bytes = b"") -> list[bytes]:
-    return page_hashes(tokens, PAGE_SIZE, fingerprint="model", salt=salt)
+    return page_hashes(pack_token_ids(tokens), PAGE_SIZE, fingerprint="model", salt=salt)
 
 
 def test_reserve_shares_the_ready_prefix() -> None:
@@ -432,7 +433,7 @@ def test_one_token_at_a_page_edge_parts_two_prompts() -> None:
 def test_hash_key_changes_the_hashes_only() -> None:
     keyed = PrefixCache(num_pages=4, page_size=PAGE_SIZE, fingerprint="model", hash_key=b"secret")
     serve(keyed, [1] * 9)
-    expected = page_hashes([1] * 9, PAGE_SIZE, fingerprint="model", key=b"secret")
+    expected = page_hashes(pack_token_ids([1] * 9), PAGE_SIZE, fingerprint="model", key=b"secret")
     assert keyed.snapshot() == sorted(expected)
     assert keyed.match([1] * 9).num_ready_pages == 2
 

@@ -1201,7 +1201,7 @@ def test_requests_go_where_their_prefix_is_and_events_of_the_dead_are_forgotten(
         prompt = list(range(1, 16 * PAGE_SIZE + 1))
         workers = [ScriptedWorker(f"decode-{i}") for i in range(3)]
         async with running_router(*workers, speculative_ttl_s=0.0) as tested:
-            hashes = page_hashes(prompt, PAGE_SIZE, fingerprint="f")
+            hashes = page_hashes(pack_token_ids(prompt), PAGE_SIZE, fingerprint="f")
             for worker in workers:
                 stored = hashes if worker.worker_id == "decode-2" else hashes[:2]
                 worker.cache_batches.append(
