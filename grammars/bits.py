@@ -1,6 +1,5 @@
 """Sets of tokens as bitmaps, which grammars write and samplers read."""
 
-from collections.abc import Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -9,8 +8,3 @@ import numpy.typing as npt
 # Bit i of word j: whether token 32 j + i is in the set; [cdiv(vocab_size, 32)]
 TokenBits: TypeAlias = npt.NDArray[np.int32]
 ALL_BITS = -1  # a word with all its tokens
-
-
-def token_ids(bits: TokenBits) -> Iterator[int]:
-    """Yield the tokens of a set, ascending."""
-    yield from map(int, np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")))

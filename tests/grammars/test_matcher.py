@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grammars.bits import token_ids
 from grammars.constraint import MAX_BYTES, MAX_CHOICES, Constraint, ConstraintKind
 from grammars.errors import GrammarTooComplex, InvalidConstraint, NotInGrammar
 from grammars.matcher import Grammar, Matcher, Vocabulary
@@ -25,6 +24,7 @@ from tests.support.grammar_cases import (
     json_schema,
     regex,
 )
+from tests.support.token_bits import token_ids
 
 END, OTHER_END, SPECIAL = 256, 257, 258
 PIECES = [b"ab", b"abc", b"bc", b'{"', b'": ', b"12", b"\xc3\xa9", b"true", b", ", b"  "]

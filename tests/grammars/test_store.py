@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from grammars import matcher, store
-from grammars.bits import token_ids
 from grammars.constraint import Constraint
 from grammars.errors import InvalidConstraint, NoVocabulary
 from grammars.store import Grammars
 from grammars.vocabulary import ModelTokens
 from tests.support.grammar_cases import choice, regex
+from tests.support.token_bits import token_ids
 
 TOKENS = ModelTokens([*(bytes([byte]) for byte in range(256)), b""], {})
 END = 256

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grammars.bits import token_ids
 from grammars.constraint import Constraint, ConstraintKind
 from grammars.errors import InvalidConstraint
 from grammars.matcher import Grammar, Vocabulary
@@ -17,6 +16,7 @@ from grammars.tool_calls import FORMATS, MARKERS, MAX_CALLS, MAX_FUNCTIONS
 from grammars.vocabulary import ModelTokens
 from tests.http_gateway.test_answer_text import read
 from tests.support.grammar_cases import PARAMETERS
+from tests.support.token_bits import token_ids
 
 END = 256
 BYTES = [*(bytes([byte]) for byte in range(256)), b"", b'{"', b'": ', b'"}', b"name"]

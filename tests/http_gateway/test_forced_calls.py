@@ -12,7 +12,6 @@ import openai as openai_package
 import pytest
 from openai import OpenAI
 
-from grammars.bits import token_ids
 from grammars.matcher import Grammar, Vocabulary
 from grammars.vocabulary import read_vocabulary
 from grammars.wire import constraint_from_proto
@@ -22,6 +21,7 @@ from pagewire.protos.token_ids import pack_token_ids
 from tests.http_gateway.conftest import gateways, openai
 from tests.http_gateway.serving import Gateway
 from tests.router.scripted_worker import EOS, LENGTH, STOP, ScriptedWorker, Session
+from tests.support.token_bits import token_ids
 
 SCHEMA = {
     "type": "object",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_kernels.sampling import launch, reference
-from grammars.bits import TokenBits, token_ids
+from grammars.bits import TokenBits
 from grammars.constraint import Constraint
 from grammars.matcher import Grammar, Vocabulary
 from grammars.vocabulary import ModelTokens
@@ -30,6 +30,7 @@ from tests.support.grammar_cases import (
     json_schema,
     regex,
 )
+from tests.support.token_bits import token_ids
 
 END = 256
 TOKENS = [*(bytes([byte]) for byte in range(256)), b"", b"", b'{"', b'": ', b"12", b"ab", b", "]

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from grammars.bits import token_ids
 from kv_cache.layout import KVLayout, num_pages_for
 from kv_cache.page_pool import PageState
 from kv_cache.page_storage import PageBytes
@@ -31,6 +30,7 @@ from llm_engine.sampling import (
     SequenceSlice,
     choice_seed,
 )
+from tests.support.token_bits import token_ids
 
 SLOT_BYTES = 16  # one layer, one head, K and V of two float32 each
 
