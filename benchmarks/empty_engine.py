@@ -30,10 +30,6 @@ class HostPages:
     def digest_pages(self, page_ids: Sequence[int]) -> list[bytes]:
         return [blake2b(self._pages[each], digest_size=16).digest() for each in page_ids]
 
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        for source, target in copies:
-            self._pages[target] = self._pages[source]
-
 
 class EmptyEngine:
     """Implements engine_api.EngineLike: what a worker costs beside its device.

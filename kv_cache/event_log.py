@@ -50,11 +50,6 @@ class EventLog:
         self._num_hashes = 0  # in self._batches
         self._current: set[bytes] = set()
 
-    @property
-    def sequence(self) -> int:
-        """Number of the last batch; 0 before the first."""
-        return self._sequence
-
     def append(self, events: Iterable[CacheEvent]) -> EventBatch | None:
         """Record events as one batch and return it; None when they cancel out."""
         stored: dict[bytes, None] = {}

@@ -33,7 +33,3 @@ class PageStorage(Protocol):
     def digest_pages(self, page_ids: Sequence[int]) -> list[bytes]:
         """Return a 16-byte digest of each page; equal contents give equal digests on any device."""
         ...
-
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Overwrite the second page of each pair with the first; no page stands on both sides."""
-        ...

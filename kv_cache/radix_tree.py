@@ -16,7 +16,7 @@ SPARE_FIRSTS = 64  # former first entries that are kept for few queues
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class RadixNode:
-    """A run of pages; with `parent`, the unit by which a cascade planner groups."""
+    """A run of pages without a branch; see the drawing above."""
 
     parent: "RadixNode | None"  # None: the root
     salt: bytes  # of the subtree; empty at the root as well
@@ -27,10 +27,6 @@ class RadixNode:
     run: list["TreePage"] = field(default_factory=list)  # empty only at the root and for salts
     children: dict[bytes, "RadixNode"] = field(default_factory=dict)
     is_queued: bool = False  # its single entry is in the eviction queue
-
-    @property
-    def page_ids(self) -> list[int]:
-        return [page.page_id for page in self.run]
 
 
 @dataclass(eq=False, kw_only=True, slots=True)

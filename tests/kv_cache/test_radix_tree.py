@@ -44,8 +44,8 @@ def test_run_is_split_where_prefixes_part() -> None:
 
     upper = tree.lookup(0)
     assert upper is not None
-    assert upper.node.page_ids == [0, 1]
-    assert {key: child.page_ids for key, child in upper.node.children.items()} == {
+    assert ids(upper.node.run) == [0, 1]
+    assert {key: ids(child.run) for key, child in upper.node.children.items()} == {
         b"c": [2, 3],
         b"x": [12],
     }
