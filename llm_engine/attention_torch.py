@@ -25,14 +25,13 @@ class TorchAttention:
         cos: Tensor,  # float32 [max_positions, H / 2]
         sin: Tensor,
         *,
-        num_qo_heads: int,
+        num_qo_heads: int,  # of TritonAttention; here q itself tells
         scale: float,
         sliding_window: int | None,
     ) -> None:
         self._pages = pages
         self._cos = cos
         self._sin = sin
-        self._num_qo_heads = num_qo_heads
         self._scale = scale
         self._sliding_window = sliding_window
         self._token_bytes = pages.stride(0) * pages.element_size() // pages.shape[4]
