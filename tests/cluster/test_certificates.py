@@ -30,6 +30,8 @@ from tests.pagewire.scripted_service import response, serving_in_thread
 from tests.support.certificates import Authority, Pair
 from tests.support.command_line import run_main
 
+ANY_PORTS = ("--port", "0", "--http-port", "0")  # another server of this host may have the usual
+
 
 def config_of(authority: Authority, *, asks_clients: bool = False, **options: Any) -> ClusterConfig:
     settings = authority.settings(asks_clients=asks_clients)
@@ -236,6 +238,7 @@ def test_serve_ends_with_one_line_that_names_option_and_file(
         *("--tls-certificate-file", tls.certificate_file),
         *("--tls-authority-file", Authority(tmp_path, "other").file),
         *("--model", str(demo_model_dir())),
+        *ANY_PORTS,
     )
 
     half = run_main("serve", *flags)
@@ -257,7 +260,7 @@ def test_serve_ends_with_one_line_that_names_option_and_file(
 def test_all_that_is_missing_where_other_hosts_can_connect_is_named_before_a_start(
     authority: Authority, command: str
 ) -> None:
-    flags = (command, "--model", str(demo_model_dir()), "--host", "0.0.0.0")
+    flags = (command, "--model", str(demo_model_dir()), "--host", "0.0.0.0", *ANY_PORTS)
     front = authority.settings().front
     files = ("--front-tls-certificate-file", front.certificate_file)
 
