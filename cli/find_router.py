@@ -83,7 +83,7 @@ def find_router(address: str | None, ray_address: str, timeout_s: float) -> Foun
         StartError: The Ray does not answer, or neither router nor controller does.
     """
     load_config(None, {"ray_address": ray_address})  # checks it
-    if address:
+    if address is not None:
         return FoundRouter(address=address)
     served = [] if ray_address else served_clusters()
     if not ray_address and find_head() is None:
@@ -168,9 +168,9 @@ def found_router(
     address: AddressFlag = None,
     ray_address: RayAddressFlag = "",
     tls: TlsFlag = False,
-    authority_file: AuthorityFlag = "",
-    certificate_file: CertificateFlag = "",
-    key_file: KeyFlag = "",
+    authority_file: AuthorityFlag = None,
+    certificate_file: CertificateFlag = None,
+    key_file: KeyFlag = None,
     server_name: ServerNameFlag = "",
     token_file: TokenFileFlag = None,
 ) -> Iterator[Client]:

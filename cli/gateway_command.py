@@ -1,6 +1,7 @@
 """The command that runs a separate HTTP gateway: pagewire gateway."""
 
 import asyncio
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -44,15 +45,18 @@ RouterTlsFlag = Annotated[
     typer.Option("--router-tls", help="Connect to the routers over TLS; implied by flags below."),
 ]
 RouterAuthorityFlag = Annotated[
-    str,
+    Path | None,
     typer.Option(
-        "--router-authority-file", help="Authority of the router, PEM; empty: public ones."
+        "--router-authority-file", help="Authority of the router, PEM. Default: public ones."
     ),
 ]
 RouterCertificateFlag = Annotated[
-    str, typer.Option("--router-certificate-file", help="Certificate to show to the router, PEM.")
+    Path | None,
+    typer.Option("--router-certificate-file", help="Certificate to show to the router, PEM."),
 ]
-RouterKeyFlag = Annotated[str, typer.Option("--router-key-file", help="Its private key, PEM.")]
+RouterKeyFlag = Annotated[
+    Path | None, typer.Option("--router-key-file", help="Its private key, PEM.")
+]
 RouterServerNameFlag = Annotated[
     str,
     typer.Option(
@@ -67,9 +71,9 @@ def gateway(
     router: list[str],
     port: int,
     router_tls: bool,
-    router_authority_file: str,
-    router_certificate_file: str,
-    router_key_file: str,
+    router_authority_file: Path | None,
+    router_certificate_file: Path | None,
+    router_key_file: Path | None,
     router_server_name: str,
 ) -> None:
     """Serve OpenAI's HTTP API in front of running routers.
@@ -162,9 +166,9 @@ add_command(
         flag_parameter("router", RouterFlag, ["localhost:50051"]),
         flag_parameter("port", PortFlag, DEFAULT_PORT),
         flag_parameter("router_tls", RouterTlsFlag, default=False),
-        flag_parameter("router_authority_file", RouterAuthorityFlag, ""),
-        flag_parameter("router_certificate_file", RouterCertificateFlag, ""),
-        flag_parameter("router_key_file", RouterKeyFlag, ""),
+        flag_parameter("router_authority_file", RouterAuthorityFlag, None),
+        flag_parameter("router_certificate_file", RouterCertificateFlag, None),
+        flag_parameter("router_key_file", RouterKeyFlag, None),
         flag_parameter("router_server_name", RouterServerNameFlag, ""),
     ],
 )

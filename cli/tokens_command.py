@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from cluster.errors import ConfigError
+from pagewire.cli.strict_command import StrictCommand
 from router.tenants.file import new_token, token_hash
 from router.tenants.tenant import NAME, NAME_ALLOWED
 
@@ -25,7 +26,7 @@ def tokens() -> None:
     """Make tokens for the tenants of a router."""
 
 
-@app.command()
+@app.command(cls=StrictCommand)
 def new(tenant: TenantArgument, out: OutFlag = None) -> None:
     """Make a random token; standard error says what to add to the tenants file.
 

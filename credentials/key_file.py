@@ -43,7 +43,7 @@ def write_router_keys(path: Path, keys: RouterKeys) -> None:
         KeyFileError: The file cannot be written.
     """
     content = json.dumps(asdict(keys), default=bytes.hex)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = path.parent / f".{path.name}.{os.getpid()}"
     try:
         with os.fdopen(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             file.write(content)

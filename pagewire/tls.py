@@ -31,7 +31,10 @@ _NO_CERTIFICATE = (
     "tls.certificate_file, or --certificate-file"
 )
 _AUTHORITY = "; see tls.authority_file, or --authority-file, for the authority to trust"
-_SERVER_NAME = "; connect by a name that it is for, or see tls.server_name, for the one to expect"
+_SERVER_NAME = (
+    "; connect by a name that it is for, or see tls.server_name, or --server-name, for the one to "
+    "expect"
+)
 # By OpenSSL's codes, X509_V_ERR_*: self-signed, itself or its authority; no issuer; another name or
 # address.
 _REMEDIES = {
@@ -73,7 +76,9 @@ class Tls:
             )
         for name, other in (("certificate_file", "key_file"), ("key_file", "certificate_file")):
             if other in files and name not in files:
-                raise refused(f"tls.{name}", "none", f"a file, as tls.{other} is given")
+                # Without the name of the other option, which commands spell differently.
+                given = other.removesuffix("_file")
+                raise refused(f"tls.{name}", "none", f"a file, as a {given} is given")
         pem = PemFiles(
             certificate=files.get("certificate_file"),
             key=files.get("key_file"),
@@ -144,7 +149,7 @@ def _told(address: str, error: ssl.SSLError, *, is_plain: bool) -> TlsError | No
     if is_plain:
         return _error(address, _IN_CLEAR) if "ALERT" in reason else None
     if isinstance(error, ssl.SSLCertVerificationError):
-        told = f"shows a certificate that is not trusted: {error.verify_message}"
+        told = f"shows a certificate that is not trusted: {error.verify_message.rstrip('.')}"
         return _error(address, f"{told}{_REMEDIES.get(error.verify_code, '')}")
     if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
         return _error(address, _NO_CERTIFICATE)

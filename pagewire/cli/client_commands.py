@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import chain, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,13 +59,15 @@ TlsFlag = Annotated[
     bool, typer.Option("--tls", help="Connect over TLS; implied by the flags below.")
 ]
 AuthorityFlag = Annotated[
-    str,
-    typer.Option("--authority-file", help="Authority of routers, PEM; empty: public authorities."),
+    Path | None,
+    typer.Option(
+        "--authority-file", help="Authority of routers, PEM. Default: public authorities."
+    ),
 ]
 CertificateFlag = Annotated[
-    str, typer.Option("--certificate-file", help="Certificate to show to routers, PEM.")
+    Path | None, typer.Option("--certificate-file", help="Certificate to show to routers, PEM.")
 ]
-KeyFlag = Annotated[str, typer.Option("--key-file", help="Its private key, PEM.")]
+KeyFlag = Annotated[Path | None, typer.Option("--key-file", help="Its private key, PEM.")]
 ServerNameFlag = Annotated[
     str,
     typer.Option(
@@ -124,9 +127,9 @@ def named_router(
     timeout_s: float,
     address: AddressFlag = DEFAULT_ADDRESS,
     tls: TlsFlag = False,
-    authority_file: AuthorityFlag = "",
-    certificate_file: CertificateFlag = "",
-    key_file: KeyFlag = "",
+    authority_file: AuthorityFlag = None,
+    certificate_file: CertificateFlag = None,
+    key_file: KeyFlag = None,
     server_name: ServerNameFlag = "",
     token_file: TokenFileFlag = None,
 ) -> Iterator[Client]:
@@ -144,15 +147,19 @@ def named_router(
 
 
 def tls_of(
-    is_asked: bool, authority_file: str, certificate_file: str, key_file: str, server_name: str
+    is_asked: bool,
+    authority_file: Path | None,
+    certificate_file: Path | None,
+    key_file: Path | None,
+    server_name: str,
 ) -> Tls | None:
     """Return the TLS settings of the flags; any flag enables TLS."""
     if not (is_asked or authority_file or certificate_file or key_file or server_name):
         return None
     return Tls(
-        authority_file=authority_file,
-        certificate_file=certificate_file,
-        key_file=key_file,
+        authority_file=authority_file or "",
+        certificate_file=certificate_file or "",
+        key_file=key_file or "",
         server_name=server_name,
     )
 

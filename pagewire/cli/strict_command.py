@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -15,11 +16,12 @@ from pagewire.arguments import SAMPLING, TOKEN_VARIABLE, check_sampling, check_t
 class StrictCommand(TyperCommand):
     """Refuses options given twice, says what is allowed, and names flags for a request's fields.
 
-    If an option has two values, the parser would silently take the last.
+    If an option has two values, the parser would silently take the last. It would take an empty path,
+    such as that of a shell's variable that is not set, for the current folder.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as usual, but add these two errors; both end with exit code 2."""
+        """Parse as usual, but add these errors; all end with exit code 2."""
         given, _, order = self.make_parser(ctx).parse_args(args=list(args))
         seen = set()
         parameter: Any  # of a private class of typer
@@ -29,12 +31,17 @@ class StrictCommand(TyperCommand):
                 raise typer.BadParameter("it is given twice", ctx=ctx, param=parameter)
             seen.add(parameter.name)
         try:
-            return super().parse_args(ctx, args)
+            left = super().parse_args(ctx, args)
         except typer.BadParameter as error:
             name = (error.param and error.param.name) or ""
             if (found := given.get(name)) is not None:  # None: missing
                 error.message = self.explain(name, found)
             raise
+        for parameter in order:
+            name = parameter.name
+            if given[name] == "" and isinstance(ctx.params.get(name), Path):
+                raise typer.BadParameter("found ''; allowed: a path", ctx=ctx, param=parameter)
+        return left
 
     def explain(self, name: str, found: str) -> str:
         """Return what was found and what is allowed for a value of a wrong type or range.

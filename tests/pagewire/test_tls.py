@@ -68,6 +68,8 @@ FAULTS = {
     "who believes another authority": "a certificate that is not trusted: unable to get local "
     "issuer certificate; see tls.authority_file, or --authority-file, for the authority to trust",
     "who believes public authorities": "shows a certificate that is not trusted: ",
+    "who expects another name": "certificate is not valid for 'other'; connect by a name that it is "
+    "for, or see tls.server_name, or --server-name, for the one to expect",
     "without a certificate": WANTS,
     "with one of another authority": WANTS,
 }
@@ -91,6 +93,8 @@ def test_what_is_wrong_between_client_and_router_is_told_soon(
             tls = Tls(authority_file=other.file)
         case "who believes public authorities":
             tls = Tls()
+        case "who expects another name":
+            tls = Tls(authority_file=authority.file, server_name="other")
         case "with one of another authority":
             settings = authority.settings(asks_clients=True)
             tls = Tls(authority_file=authority.file, **other.pair("somebody")._asdict())
@@ -115,8 +119,11 @@ def test_what_is_wrong_between_client_and_router_is_told_soon(
     ("given", "told"),
     [
         ({"authority_file": "/nowhere"}, "tls.authority_file: /nowhere cannot be read: No such"),
-        ({"certificate_file": "c"}, "tls.key_file: found none; allowed: a file, as tls.certif"),
-        ({"key_file": "k"}, "tls.certificate_file: found none; allowed: a file, as tls.key_file"),
+        (
+            {"certificate_file": "c"},
+            "tls.key_file: found none; allowed: a file, as a certificate is",
+        ),
+        ({"key_file": "k"}, "tls.certificate_file: found none; allowed: a file, as a key is given"),
         ({"server_name": "a b"}, "tls.server_name: found 'a b'; allowed: a name of a host, or an"),
         ({"authority_file": __file__}, f"tls.authority_file: {__file__} holds no certificate in"),
     ],
@@ -179,4 +186,4 @@ def test_the_command_line_takes_files_and_tells_what_is_wrong(authority: Authori
     )
     assert "shows a certificate that is not trusted" in public.stderr
     assert half.returncode == 2
-    assert half.stderr.startswith("error: --certificate-file: found none; allowed: a file, as")
+    assert half.stderr.startswith("error: --certificate-file: found none; allowed: a file, as a ")
