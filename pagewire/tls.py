@@ -21,6 +21,7 @@ from pagewire.protos.pem import (
 )
 
 PROBE_S = 1.0  # for a router to greet
+PROBE_AGAIN_S = 0.3  # a router that ends is gone by then
 
 _NAME = re.compile(r"[\w-]+(?:\.[\w-]+)*|[\da-fA-F:.]+", re.ASCII)
 
@@ -103,13 +104,21 @@ def check_tls(value: object) -> "Tls | None":
 async def why_no_connection(address: str, pem: Pem | None, server_name: str) -> TlsError | None:
     """Return why a router cannot be reached, if TLS is the reason.
 
-    gRPC reports only a closed socket, so this connects again to find the reason.
+    gRPC reports only a closed socket, so this connects again to find the reason. A router that ends
+    closes sockets, too, so a reason counts if it is found twice.
 
     Args:
         address: The router's address.
         pem: The files of the channel; None: it is in clear.
         server_name: The server name of the channel; empty: the host of the address.
     """
+    if await _probe(address, pem, server_name) is None:
+        return None
+    await asyncio.sleep(PROBE_AGAIN_S)
+    return await _probe(address, pem, server_name)
+
+
+async def _probe(address: str, pem: Pem | None, server_name: str) -> TlsError | None:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     context = client_context(pem) if pem else _credulous()

@@ -16,8 +16,8 @@ from pagewire.arguments import SAMPLING, TOKEN_VARIABLE, check_sampling, check_t
 class StrictCommand(TyperCommand):
     """Refuses options given twice, says what is allowed, and names flags for a request's fields.
 
-    If an option has two values, the parser would silently take the last. It would take an empty path,
-    such as that of a shell's variable that is not set, for the current folder.
+    If an option has two values, the parser would silently take the last. It would take an empty
+    path, such as that of a shell's variable that is not set, for the current folder.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -236,9 +236,14 @@ def server_context(pem: Pem) -> ssl.SSLContext:
 
 
 def client_context(pem: Pem) -> ssl.SSLContext:
-    """Return a client's context; without an authority it trusts the system's."""
+    """Return a client's context; without an authority it trusts the system's.
+
+    Like gRPC, it trusts each certificate of the authority's file, not only those that sign
+    themselves.
+    """
     context = _context(ssl.PROTOCOL_TLS_CLIENT, pem.certificate, pem.key)
     if pem.authority:
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         context.load_verify_locations(cadata=_text(pem.authority))
     else:
         context.load_default_certs()

@@ -1,6 +1,7 @@
 """The client over TLS: against real servers, what it needs, and what it says when it lacks it."""
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from credentials.config import TlsSettings
 from credentials.door import front_door
 from pagewire import AsyncClient, Client, InvalidRequestError, Tls, TlsError
+from pagewire.tls import why_no_connection
 from tests.pagewire.scripted_service import (
     STOP,
     hello,
@@ -68,8 +70,8 @@ FAULTS = {
     "who believes another authority": "a certificate that is not trusted: unable to get local "
     "issuer certificate; see tls.authority_file, or --authority-file, for the authority to trust",
     "who believes public authorities": "shows a certificate that is not trusted: ",
-    "who expects another name": "certificate is not valid for 'other'; connect by a name that it is "
-    "for, or see tls.server_name, or --server-name, for the one to expect",
+    "who expects another name": "certificate is not valid for 'other'; connect by a name that it "
+    "is for, or see tls.server_name, or --server-name, for the one to expect",
     "without a certificate": WANTS,
     "with one of another authority": WANTS,
 }
@@ -113,6 +115,41 @@ def test_what_is_wrong_between_client_and_router_is_told_soon(
             assert not service.requests
 
     asyncio.run(ask())
+
+
+def test_a_certificate_that_is_trusted_itself_is_no_reason(authority: Authority) -> None:
+    """As the cluster's own clients trust that of its routers alone."""
+    settings = authority.settings()
+    leaf = Tls(authority_file=settings.front.certificate_file).load().current()
+
+    async def ask() -> None:
+        async with serving(hello, front_door(settings)) as (address, _):
+            assert await why_no_connection(address, leaf, "localhost") is None
+
+    asyncio.run(ask())
+
+
+def test_a_router_that_ends_while_it_is_asked_is_no_reason(authority: Authority) -> None:
+    pem = Tls(authority_file=authority.file).load().current()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.pair("localhost"))
+    asked = 0
+
+    async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        server.close()
+        writer.close()
+
+    async def ask() -> None:
+        nonlocal server
+        server = await asyncio.start_server(end, "127.0.0.1", 0, ssl=context)
+        port = server.sockets[0].getsockname()[1]
+        assert await why_no_connection(f"127.0.0.1:{port}", pem, "localhost") is None
+
+    server: asyncio.Server
+    asyncio.run(ask())
+    assert asked == 1
 
 
 @pytest.mark.parametrize(
