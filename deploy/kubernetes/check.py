@@ -52,7 +52,10 @@ FIELDS = {
 
 def main(words: list[str]) -> int:
     """Check what the command line names; return the exit code."""
-    parser = argparse.ArgumentParser(description="Check an overlay before it is applied.")
+    parser = argparse.ArgumentParser(
+        prog="python -m deploy.kubernetes.check",
+        description="Check an overlay before it is applied.",
+    )
     parser.add_argument("overlay", type=Path, help="Folder of the overlay.")
     parser.add_argument("--kubectl", default="kubectl", help="The program kubectl.")
     given = parser.parse_args(words)
@@ -72,7 +75,8 @@ def written_faults(folder: Path) -> Iterator[str]:
     file = folder / FILE
     if not file.is_file():
         overlays = sorted(each.parent.name for each in folder.parent.glob(f"*/{FILE}"))
-        yield f"{folder}: found no {FILE}; allowed: {', '.join(overlays)}"
+        allowed = ", ".join(overlays) or "a folder that has one"
+        yield f"{folder}: found no {FILE}; allowed: {allowed}"
         return
     try:
         content, _ = parse_yaml(file.read_text(encoding="utf-8"))
@@ -152,6 +156,7 @@ def rendered_faults(overlay: Path, kubectl: str) -> Iterator[str]:
     except ConfigError as error:
         yield f"cluster.yaml: {error}"
     for cluster in (each["spec"] for each in objects if each["kind"] == "RayCluster"):
+        yield from _outside_of_bounds(cluster)
         yield from _missing_places(config, cluster)
         yield from _unlike_the_pods(config, cluster)
         yield from _missing_interfaces(config, cluster)
@@ -202,6 +207,17 @@ def _missing_places(config: ClusterConfig, cluster: Any) -> Iterator[str]:
             yield (
                 f"cluster.yaml: {pool}: found {number} workers; allowed: {places}, as many as the "
                 f"pods' {bound} give places of pagewire-{pool}"
+            )
+
+
+def _outside_of_bounds(cluster: Any) -> Iterator[str]:
+    """Yield the groups that begin with more or fewer pods than they may have."""
+    for each in cluster["workerGroupSpecs"]:
+        found, least, most = (_replicas(each, name) for name in REPLICAS)
+        if "replicas" in each and not least <= found <= most:
+            yield (
+                f"RayCluster: {each['groupName']}: replicas: found {found}; allowed: {least} to "
+                f"{most}, by minReplicas and maxReplicas"
             )
 
 

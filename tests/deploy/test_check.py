@@ -156,6 +156,12 @@ def test_our_overlays_can_be_applied(name, capsys):
             "tracing.endpoint: found 'http://c:4318/v1/traces', which no policy lets the pods of "
             "prefill reach; allowed: '', or an endpoint with components/tracing",
         ),
+        (
+            "raycluster.yaml",
+            "Specs/0/replicas\n  value: 2",
+            "Specs/0/replicas\n  value: 40",
+            "prefill: replicas: found 40; allowed: 1 to 8, by minReplicas and maxReplicas",
+        ),
         ("raycluster.yaml", "Specs/0/replicas", "/0/replicas", "kustomize refuses it: "),
     ],
 )
@@ -232,6 +238,10 @@ def test_the_time_to_stop_is_that_of_the_launcher():
 def test_other_folders_and_programs_are_refused(tmp_path, capsys):
     assert main([str(KUBERNETES / "overlays" / "prod")]) == 2
     assert "prod: found no kustomization.yaml; allowed: cpu-demo, production, single-node" in (
+        capsys.readouterr().err
+    )
+    assert main([str(tmp_path)]) == 2
+    assert f"{tmp_path}: found no kustomization.yaml; allowed: a folder that has one" in (
         capsys.readouterr().err
     )
     assert main([str(KUBERNETES / "overlays" / "production"), "--kubectl", str(tmp_path)]) == 2
