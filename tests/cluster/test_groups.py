@@ -24,7 +24,7 @@ from cluster.groups import (
 )
 from cluster.placement import NAMESPACE, _scheduling, close_host, hosts_now, place
 from cluster.places import Place
-from tests.support import processes
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -34,7 +34,7 @@ pytestmark = [
 
 NEEDS = {"GPU": 1.0, "rack-a": 0.001}
 TIMEOUT_S = 60.0
-until = partial(processes.until, within_s=TIMEOUT_S)
+until = partial(wait_until, within_s=TIMEOUT_S)
 numbers = count()
 
 
