@@ -165,7 +165,11 @@ def test_sequences_that_are_aborted_leave_nothing_behind() -> None:
     for n in range(2, 20):
         cache.abort(cache.reserve([n] * 16, incoming=True), quarantine=False)
 
-    queued = [node.page_ids for queue in cache.tree._queues.values() for *_, node in queue]
+    queued = [
+        [page.page_id for page in node.run]
+        for queue in cache.tree._queues.values()
+        for *_, node in queue
+    ]
     assert queued == [[0]]
     cache.check_integrity()
 
