@@ -101,6 +101,7 @@ class ResumableCall:
         self._received: dict[int, _Received] = {}  # choice |->
         self._num_resumed = 0  # continued calls that have received something
         self._explaining: asyncio.Task[None] | None = None
+        self._barred: set[str] = set()  # addresses of routers that TLS keeps it from
         self._num_losses = 0
         self._lost: PagewireError | None = None  # the error of the latest loss; None: all is well
         self._lost_at = 0.0  # loop time
@@ -204,10 +205,12 @@ class ResumableCall:
                 self._go_on(failure)
             raise
         if not self._is_over:
-            # Retrying does not fix TLS.
-            self._go_on(
-                replace(failure, error=error, is_router_lost=not isinstance(error, TlsError))
-            )
+            is_barred = isinstance(error, TlsError)
+            if is_barred:
+                self._barred.add(self._address)
+            # Retrying does not fix TLS, but another router may serve.
+            is_last = is_barred and self._barred.issuperset(self._routers.addresses)
+            self._go_on(replace(failure, error=error, is_router_lost=not is_last))
 
     def _go_on(self, failure: CallFailure) -> None:
         """Plan the next call, or end with the error of this one."""

@@ -117,6 +117,36 @@ def test_what_is_wrong_between_client_and_router_is_told_soon(
     asyncio.run(ask())
 
 
+@pytest.mark.parametrize("method", ["generate", "status"])
+def test_a_router_that_is_not_trusted_keeps_no_call_from_another_one(
+    authority: Authority, tmp_path: Path, method: str
+) -> None:
+    """Whoever has a dead router's address, or lets its certificate expire, stops that router."""
+    stranger = Authority(tmp_path, "other").settings()
+    tls = Tls(authority_file=authority.file)
+
+    async def ask() -> None:
+        async with (
+            serving(hello, front_door(stranger)) as (first, one),
+            serving(hello, front_door(stranger)) as (second, two),
+            serving(hello, front_door(authority.settings())) as (trusted, _),
+        ):
+            async with AsyncClient([first, second, trusted], tls=tls) as client:
+                for _ in range(2):  # the second call finds the right one at once
+                    if method == "generate":
+                        assert (await client.generate("x")).text == "Hello"
+                    else:
+                        await client.status()
+            async with AsyncClient([first, second], default_timeout_s=60, tls=tls) as client:
+                began = time.monotonic()
+                with pytest.raises(TlsError, match="a certificate that is not trusted"):
+                    await (client.generate("x") if method == "generate" else client.status())
+            assert_within(time.monotonic() - began, SOON_S)
+            assert not one.requests + two.requests
+
+    asyncio.run(ask())
+
+
 def test_a_certificate_that_is_trusted_itself_is_no_reason(authority: Authority) -> None:
     """As the cluster's own clients trust that of its routers alone."""
     settings = authority.settings()
