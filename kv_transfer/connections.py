@@ -186,7 +186,8 @@ class AcceptedConnections:
 
         Raises:
             TransportRefused: This worker has no transport of that name.
-            ConnectionBroken: The receiver does not connect before `deadline`.
+            ConnectionBroken: The receiver does not connect before `deadline`, or has a connection
+                of this id.
         """
         transport = self._transports.get(transport_name)
         if transport is None:
@@ -194,9 +195,13 @@ class AcceptedConnections:
                 f"transport {transport_name!r} is not offered, only {sorted(self._transports)}"
             )
         entry = peer_key, connection_id
-        if entry in self._connections:
-            raise ConnectionBroken(f"connection {connection_id!r} exists already")
+        self._check_new(entry)
         connection = await transport.connect(connection_id, offer, key, deadline)
+        try:
+            self._check_new(entry)  # still: the receiver may have called twice
+        except ConnectionBroken:
+            self._aborts.begin(connection.abort())
+            raise
         last = self._of_peer.get(peer_key[0])
         if last is not None:
             self._remove(last)
@@ -224,6 +229,10 @@ class AcceptedConnections:
         for entry in list(self._connections):
             self._remove(entry)
         await self._aborts.wait()
+
+    def _check_new(self, entry: tuple[PeerKey, str]) -> None:
+        if entry in self._connections:
+            raise ConnectionBroken(f"connection {entry[1]!r} exists already")
 
     def _remove(self, entry: tuple[PeerKey, str]) -> None:
         accepted = self._connections.pop(entry)

@@ -267,6 +267,41 @@ def test_sides_with_different_keys_are_not_connected() -> None:
     run(scenario)
 
 
+def test_of_two_connections_that_one_receiver_makes_under_one_id_one_is_kept() -> None:
+    """Otherwise the other one would stay for ever, and a broken receiver could make many."""
+
+    async def scenario() -> None:
+        transport = TcpTransport(make_storage(4, 1), ProvenSockets(host="127.0.0.1"))
+        accepted = AcceptedConnections([transport], idle_s=60)
+        receivers = [
+            TcpTransport(make_storage(4, 2), ProvenSockets(host="127.0.0.1")) for _ in range(2)
+        ]
+        deadline = asyncio.get_running_loop().time() + 5
+        connects = (
+            accepted.connect(
+                peer_key=RECEIVER,
+                connection_id="c",
+                transport_name="tcp",
+                offer=each.offer("c", KEY),
+                key=KEY,
+                deadline=deadline,
+            )
+            for each in receivers
+        )
+        results = asyncio.gather(*connects, return_exceptions=True)
+        await asyncio.gather(*(each.accept("c", deadline) for each in receivers))
+
+        refused = [each for each in await results if each is not None]
+
+        assert [str(each) for each in refused] == ["connection 'c' exists already"]
+        kept = [each for each in transport._connections._made if not each.is_broken]
+        assert kept == [accepted.get(RECEIVER, "c").outgoing.connection]
+        for each in (transport, *receivers):
+            await each.close()
+
+    asyncio.run(scenario())
+
+
 def test_an_unknown_transport_or_connection_is_named() -> None:
     async def scenario() -> None:
         transport = LoopbackTransport(LoopbackNetwork(), make_storage(4, 1))
