@@ -69,7 +69,7 @@ class IncomingChunk:
 
     ready: ChunkReady
     stage: Stage = Stage.ANNOUNCED
-    digests: tuple[bytes, ...] = ()  # from RECEIVING on
+    digests: tuple[bytes, ...] = ()  # from RECEIVING on, if there was one for each page
 
     @property
     def chunk(self) -> int:
@@ -278,10 +278,10 @@ def _posted(state: ReceiverState, posted: ChunkPosted) -> tuple[ReceiverState, A
     # Also after a failure: the sender's half is under way, and taking it keeps the connection.
     ready = called.ready
     post = PostReceive(posted.chunk, ready.first_page, ready.num_pages, posted.order)
-    receiving = replace(called, stage=Stage.RECEIVING, digests=posted.digests)
-    state = _update(state, receiving)
+    receiving = replace(called, stage=Stage.RECEIVING)
     if len(posted.digests) == ready.num_pages:
-        return state, (post,)
+        return _update(state, replace(receiving, digests=posted.digests)), (post,)
+    state = _update(state, receiving)  # without them: a broken sender's can be millions
     detail = (
         f"digests of chunk {posted.chunk}: found {len(posted.digests)}; "
         f"allowed: {ready.num_pages}, one for each page"

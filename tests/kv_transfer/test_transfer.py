@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kv_transfer import receiver_protocol as receiving
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import TransferStats
 from kv_transfer.errors import (
@@ -370,6 +371,21 @@ def test_a_chunk_with_a_wrong_number_of_digests_is_received_and_not_committed(
         assert attempt.receiver._incoming.load == Load()
 
     run(scenario)
+
+
+def test_digests_beyond_the_pages_of_a_chunk_are_not_kept_while_it_is_received() -> None:
+    """They were up to the size of a message, for each of the chunks on their way."""
+    state = receiving.begin(TICKET, first_page=0, num_pages=2)
+    for event in (
+        Granted(TICKET),
+        ChunkReady(TICKET, 0, 0, 2, True),
+        receiving.SlotTaken(0),
+        ChunkPosted(TICKET, 0, (b"d" * 16,) * 1000),
+    ):
+        state, actions = receiving.step(state, event)
+
+    assert receiving.PostReceive(0, 0, 2, 0) in actions
+    assert [(each.stage, each.digests) for each in state.chunks] == [(Stage.RECEIVING, ())]
 
 
 @pytest.mark.parametrize(
