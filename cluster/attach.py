@@ -11,8 +11,9 @@ import ray
 
 from cluster.errors import ClusterError, NotRunning, StartError
 from cluster.local_head import LocalHead, find_head
-from cluster.placement import CONTROLLER_NAME, NAMESPACE, ROUTER_NAME
+from cluster.placement import CONTROLLER_NAME, ROUTER_NAME
 from cluster.private_folder import TOKEN_PATH_VARIABLE
+from cluster.ray_actors import NAMESPACE
 from cluster.ray_address import check_ray_answers
 from cluster.served import served_clusters
 from observability.last_line import last_line

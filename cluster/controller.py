@@ -39,11 +39,11 @@ from cluster.placement import (
     place_router,
     place_worker,
     successor_of,
-    workers_on,
 )
 from cluster.places import Place, check_move, check_room, choose_places, told_waiting
 from cluster.pool_config import pool_of
 from cluster.preflight import check_growth
+from cluster.ray_actors import workers_on
 from cluster.scaling import (
     ClusterWorkers,
     ScalePlan,

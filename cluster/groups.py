@@ -9,23 +9,21 @@ ends the cluster removes all.
 
 import logging
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray._private import state as ray_state  # Ray has no public name for these
+from ray._private import state as ray_state  # Ray has no public name for it
 from ray.core.generated.gcs_pb2 import ActorTableData  # type: ignore[attr-defined]
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.places import Place, is_limited
-from cluster.scaling import is_worker
+from cluster.ray_actors import is_cluster_worker, living_actors
 
 PREFIX = "pagewire/"  # of the names of all groups
 REMOVED = "REMOVED"  # Ray remembers such groups
-# An actor that takes the next step meanwhile is seen in the next state; the first one comes twice.
-LIVING = ("RESTARTING", "DEPENDENCIES_UNREADY", "PENDING_CREATION", "ALIVE", "RESTARTING")
 
 # Ray warns of each restartable actor in a group, since whoever removes the group ends the actor for
 # good. That is meant here, and the controller places a worker anew that loses its group otherwise.
@@ -78,7 +76,8 @@ def inside(where: Place) -> PlacementGroupSchedulingStrategy:
 
 def group_of(worker_id: str) -> str:
     """Return the group of a worker; empty: it has none."""
-    return next((_hex(each) for each in _living_actors() if each.name == worker_id), "")
+    workers = (each for each in living_actors() if is_cluster_worker(each))
+    return next((_hex(each) for each in workers if each.name == worker_id), "")
 
 
 def look_at_groups() -> Groups:
@@ -90,11 +89,11 @@ def look_at_groups() -> Groups:
         if each["name"].startswith(PREFIX) and each["state"] != REMOVED
     }
     closed = closed_hosts()
-    actors = {each.actor_id: each for each in _living_actors()}.values()
+    actors = {each.actor_id: each for each in living_actors()}.values()
     group_of_unready = {
         each.name: _hex(each)
         for each in actors
-        if is_worker(each.name) and each.state != ActorTableData.ALIVE
+        if is_cluster_worker(each) and each.state != ActorTableData.ALIVE
     }
     return Groups(
         unused=frozenset(node_of) - {_hex(each) for each in actors},
@@ -116,13 +115,6 @@ def remove_groups(groups: Iterable[str]) -> None:
 def closed_hosts() -> frozenset[str]:
     """Return the hosts on which Ray starts nothing more, by node_id."""
     return frozenset(ray_state.state.get_draining_nodes())
-
-
-def _living_actors() -> Iterator[Any]:
-    accessor: Any = ray_state.state._connect_and_get_accessor()
-    for state in LIVING:
-        for each in accessor.get_actor_table(None, state):
-            yield ActorTableData.FromString(each)
 
 
 def _hex(actor: Any) -> str:

@@ -32,7 +32,6 @@ from cluster.model_folder import check_model_files
 from cluster.placement import (
     CONTROL_GROUP,
     CONTROLLER_NAME,
-    NAMESPACE,
     ROUTER_NAME,
     at_home,
     gateways,
@@ -49,6 +48,7 @@ from cluster.pool_config import pool_of
 from cluster.port_need import check_port_ranges
 from cluster.preflight import choose_device
 from cluster.private_folder import RayToken, private_folder
+from cluster.ray_actors import NAMESPACE
 from cluster.ray_hosts import check_hosts
 from cluster.ray_node import only_what_a_cluster_uses
 from cluster.ray_sessions import remove_ended_sessions

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray._private import state as ray_state  # Ray has no public name for these
 from ray._private.state import available_resources_per_node
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2
@@ -24,8 +23,9 @@ from cluster.errors import StartError
 from cluster.groups import closed_hosts, inside
 from cluster.places import Amounts, Node, Place
 from cluster.pool_config import pool_of
+from cluster.ray_actors import NAMESPACE
 from cluster.router_settings import router_settings
-from cluster.scaling import is_worker, role_of
+from cluster.scaling import role_of
 from decode_worker.actor import DecodeActor
 from decode_worker.config import DecodeConfig
 from http_gateway.actor import GatewayActor, GatewayStart
@@ -38,7 +38,6 @@ from worker.actor import WorkerStart
 from worker.own_host import HostOptions
 from worker.settings import WorkerSettings
 
-NAMESPACE = "pagewire"
 CONTROLLER_NAME = "pagewire-controller"
 ROUTER_NAME = "router-0"
 GATEWAY_NAME = "http-gateway"  # for users; its actors have numbers, as a successor starts beside it
@@ -85,17 +84,6 @@ def hosts_now() -> tuple[list[Node], Mapping[str, Amounts]]:
     free: dict[str, Amounts] = available_resources_per_node()  # type: ignore[no-untyped-call]
     closed = closed_hosts()
     return nodes, {node_id: each for node_id, each in free.items() if node_id not in closed}
-
-
-def workers_on(node_id: str) -> frozenset[str]:
-    """Return the names of the workers that have a process on a host, loading ones included."""
-    return frozenset(
-        each["Name"]
-        for each in ray_state.actors().values()
-        if each["Address"]["NodeID"] == node_id
-        and each["State"] != "DEAD"
-        and is_worker(each["Name"])
-    )
 
 
 def close_host(node_id: str) -> None:

@@ -13,7 +13,8 @@ from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts
 from cluster.errors import ClusterError, StartError
 from cluster.interruption import NOTHING_CHANGED, told_at_interrupt
-from cluster.placement import ROUTER_NAME, workers_on
+from cluster.placement import ROUTER_NAME
+from cluster.ray_actors import workers_on
 from cluster.readiness import wait_ready, wait_until_served
 from cluster.scaling import ScalePlan, find_pool, told_workers
 

@@ -12,7 +12,10 @@ from ray._private.authentication_test_utils import reset_auth_token_state
 from ray._raylet import GcsClient
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.cluster_utils import Cluster
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from cluster.groups import (
     REMOVED,
@@ -22,8 +25,9 @@ from cluster.groups import (
     remove_groups,
     reserve,
 )
-from cluster.placement import NAMESPACE, _scheduling, close_host, hosts_now, place
+from cluster.placement import _scheduling, close_host, hosts_now, place
 from cluster.places import Place
+from cluster.ray_actors import NAMESPACE, workers_on
 from tests.support.waiting import wait_until
 
 pytestmark = [
@@ -228,3 +232,23 @@ def test_nothing_is_reserved_twice_nor_for_a_worker_that_nothing_limits(hosts):
     for where in (Place(resources={"rack-a": 0.001}), Place(), Place(resources=NEEDS, group="1")):
         assert reserve("decode-0", where) is where
     assert living_groups() == []
+
+
+def test_actors_of_others_that_have_the_names_of_workers_are_none(host):
+    where = reserve("decode-0", Place(node_id=host.node_id, resources=NEEDS))
+    answer(start("decode-0", where))
+    group = ray.util.placement_group([{"GPU": 1.0}])  # for which there is no room
+    others = ray.remote(num_cpus=0)(Idle)
+    waiting = {"scheduling_strategy": PlacementGroupSchedulingStrategy(group), "num_gpus": 1}
+    waits = others.options(name="decode-0", namespace="other", **waiting).remote(None)
+    on_host = {"scheduling_strategy": NodeAffinitySchedulingStrategy(host.node_id, soft=False)}
+    runs = others.options(name="prefill-0", namespace="other", **on_host).remote(None)
+    assert answer(runs)[1] == host.node_id
+    assert ray.wait([waits.where.remote()], timeout=1.0)[0] == []
+
+    found = look_at_groups()
+
+    assert (found.unused, found.unready, found.stuck) == (set(), set(), set())
+    assert group_of("decode-0") == where.group
+    assert workers_on(host.node_id) == {"decode-0"}
+    ray.util.remove_placement_group(group)
