@@ -228,7 +228,8 @@ class Routers:
                 if last.is_unready:
                     self.pass_over(address)
                 elif last.is_router_lost:
-                    last = replace(last, error=await self.explain(last.error, address))
+                    error = await self._explained(last.error, address, deadline)
+                    last = replace(last, error=error)
                     self.leave(address)
                 else:
                     raise last.error from failure
@@ -245,6 +246,16 @@ class Routers:
                 )
         assert last is not None, "there is an address"
         return last
+
+    async def _explained(
+        self, error: PagewireError, address: str, deadline: float
+    ) -> PagewireError:
+        """Return a better error than that of a call that reached no router, if there is time."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self.explain(error, address)
+        except TimeoutError:
+            return error
 
     def start(
         self,

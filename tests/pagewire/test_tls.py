@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import pagewire
 from credentials.config import TlsSettings
 from credentials.door import front_door
 from pagewire import AsyncClient, Client, InvalidRequestError, Tls, TlsError
@@ -143,6 +144,27 @@ def test_a_router_that_is_not_trusted_keeps_no_call_from_another_one(
                     await (client.generate("x") if method == "generate" else client.status())
             assert_within(time.monotonic() - began, SOON_S)
             assert not one.requests + two.requests
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("method", ["generate", "status"])
+def test_no_reason_is_looked_for_beyond_the_time_limit_of_the_call(method: str) -> None:
+    """A stranger at a router's address can answer each look for it late."""
+
+    async def refuse_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if await reader.read(1) == b"\x16":  # of TLS, so it is no call
+            await asyncio.sleep(0.9)
+            writer.write(b"\x15\x03\x03\x00\x02\x02\x28")  # the alert handshake_failure
+        writer.close()
+
+    async def ask() -> None:
+        async with await asyncio.start_server(refuse_late, "127.0.0.1", 0) as server:
+            _, port = server.sockets[0].getsockname()
+            async with AsyncClient(f"127.0.0.1:{port}", default_timeout_s=0.3) as client:
+                # Not the TlsError, which is known only after two seconds.
+                with pytest.raises((pagewire.ConnectionFailedError, pagewire.TimeoutError)):
+                    await (client.generate("x") if method == "generate" else client.status())
 
     asyncio.run(ask())
 
