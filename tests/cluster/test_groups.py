@@ -5,10 +5,10 @@ import os
 import signal
 from functools import partial
 from itertools import count
+from secrets import token_hex
 
 import pytest
 import ray
-from ray._private.authentication_test_utils import reset_auth_token_state
 from ray._raylet import GcsClient
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.cluster_utils import Cluster
@@ -28,6 +28,7 @@ from cluster.groups import (
 from cluster.placement import _scheduling, close_host, hosts_now, place
 from cluster.places import Place
 from cluster.ray_actors import NAMESPACE, workers_on
+from tests.support.local_ray import forget_token
 from tests.support.waiting import wait_until
 
 pytestmark = [
@@ -69,12 +70,16 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts():
-    reset_auth_token_state()  # of a cluster that an earlier test had in this process
-    found = Hosts()
-    ray.init(address=found.cluster.address, namespace=NAMESPACE, log_to_driver=False)
-    yield found
-    ray.shutdown()
-    found.cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        # Tests before may have told this process that Rays ask for a token.
+        patch.setenv("RAY_AUTH_TOKEN", token_hex(32))
+        forget_token()
+        found = Hosts()
+        ray.init(address=found.cluster.address, namespace=NAMESPACE, log_to_driver=False)
+        yield found
+        ray.shutdown()
+        found.cluster.shutdown()
+    forget_token()
 
 
 @pytest.fixture
