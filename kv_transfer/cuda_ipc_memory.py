@@ -76,10 +76,21 @@ class CudaMemory:
         offset = int.from_bytes(card[_HANDLE_BYTES:-_GPU_ID_BYTES], "big")
         is_same_gpu = card[-_GPU_ID_BYTES:] == self._gpu_id
         try:
+            self._check_range(int(base), offset + num_pages * self.page_bytes)
             return CudaPeerPages(self, int(base), offset, num_pages, is_same_gpu)
         except BaseException:
             self.runtime.cudaIpcCloseMemHandle(base)
             raise
+
+    def _check_range(self, base: int, end: int) -> None:
+        """Refuse pages beyond the mapped memory: reading them would cost this process its GPU."""
+        pointer = self._driver.CUdeviceptr(base)
+        returned = self._driver.cuMemGetAddressRange(pointer)
+        _, num_bytes = self.called("cuMemGetAddressRange", returned)
+        if end > num_bytes:
+            raise TransportRefused(
+                f"the card's pages end at byte {end} of their memory, which has {num_bytes}"
+            )
 
     @staticmethod
     def called(name: str, returned: Any) -> Any:

@@ -568,7 +568,19 @@ def test_mapping_that_outlasts_the_deadline_leaves_nothing_mapped() -> None:
     run(scenario)
 
 
-def test_what_fails_behind_a_mapping_unmaps_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("num_pages", "offset", "refusal"),
+    [
+        (8, 0, "cudaStreamCreateWithFlags failed"),
+        (7, 64, "cudaStreamCreateWithFlags failed"),
+        (9, 0, "pages end at byte 576 of their memory, which has 512"),
+        (8, 64, "pages end at byte 576 of their memory, which has 512"),
+        (0, 2**64 - 1, "of their memory, which has 512"),
+    ],
+)
+def test_what_fails_behind_a_mapping_unmaps_again(
+    monkeypatch: pytest.MonkeyPatch, num_pages: int, offset: int, refusal: str
+) -> None:
     closed: list[int] = []
     runtime = SimpleNamespace(
         cudaIpcMemLazyEnablePeerAccess=1,
@@ -581,9 +593,13 @@ def test_what_fails_behind_a_mapping_unmaps_again(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cuda_ipc_memory, "cuda", SimpleNamespace(set_device=lambda device: None))
     memory = object.__new__(cuda_ipc_memory.CudaMemory)
     memory.runtime, memory.device, memory._gpu_id = runtime, torch.device("cpu"), b"g" * 16
+    memory.page_bytes = 64
+    memory._driver = SimpleNamespace(
+        CUdeviceptr=int, cuMemGetAddressRange=lambda pointer: (0, pointer, 512)
+    )
 
-    with pytest.raises(TransportRefused, match="cudaStreamCreateWithFlags failed"):
-        memory.open(b"h" * 64 + bytes(8) + b"g" * 16, 8)
+    with pytest.raises(TransportRefused, match=refusal):
+        memory.open(b"h" * 64 + offset.to_bytes(8, "big") + b"g" * 16, num_pages)
 
     assert closed == [4096]
 

@@ -1,8 +1,10 @@
 """Pages copied out of another process's GPU memory, and the death of a peer; one GPU is enough."""
 
 import contextlib
+import multiprocessing
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from kv_cache.layout import KVLayout
 from kv_cache.torch_storage import TorchPageStorage
 from kv_transfer.cuda_ipc_memory import CudaMemory, CudaPeerPages
+from kv_transfer.errors import TransportRefused
 from tests.kv_transfer.gpu_worker import (
     ALL,
     PAGES,
@@ -23,6 +26,14 @@ from tests.kv_transfer.gpu_worker import (
 pytestmark = [pytest.mark.gpu, pytest.mark.cluster, pytest.mark.timeout(300)]
 
 POOL_BYTES = PAGES * 256 * 1024
+LAYOUT = KVLayout(
+    num_layers=2,
+    num_kv_heads=2,
+    page_size=16,
+    head_dim=64,
+    dtype="bfloat16",
+    model_fingerprint="test",
+)
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 DEVICES = [
@@ -102,18 +113,31 @@ def test_a_second_mapping_outlives_the_first() -> None:
         assert receiver.ask("digest", ALL) == sender.ask("digest", ALL)
 
 
+def test_pages_beyond_the_memory_of_the_sender_are_refused() -> None:
+    storage = TorchPageStorage(LAYOUT, 64, "cuda")
+    card = CudaMemory(storage).card()
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as peer:
+        assert peer.submit(_opened, card, 64).result(120) == ""
+        assert "which has" in peer.submit(_opened, card, 1_000_000).result(120)
+        assert peer.submit(_opened, card, 64).result(120) == "", "it can go on"
+
+
+def _opened(card: bytes, num_pages: int) -> str:
+    """Return why a card is refused; "" if it is not."""
+    memory = CudaMemory(TorchPageStorage(LAYOUT, 64, "cuda"))
+    try:
+        pages = memory.open(card, num_pages)
+    except TransportRefused as refusal:
+        return str(refusal)
+    pages.copy([63, 0], [0, 63])
+    pages.close()
+    return ""
+
+
 @pytest.mark.parametrize("way", ["kernel", "batch", "one by one"])
 def test_all_ways_to_copy_agree(way: str) -> None:
     """Those of the copy engines work within one GPU, too, so one is enough to test them."""
-    layout = KVLayout(
-        num_layers=2,
-        num_kv_heads=2,
-        page_size=16,
-        head_dim=64,
-        dtype="bfloat16",
-        model_fingerprint="test",
-    )
-    source, target = (TorchPageStorage(layout, 64, "cuda") for _ in range(2))
+    source, target = (TorchPageStorage(LAYOUT, 64, "cuda") for _ in range(2))
     source.pages.normal_()
     memory = CudaMemory(target)
     memory.copies_in_batches = way == "batch"
