@@ -34,7 +34,7 @@ from attn_kernels.decode.launch import DEFAULT_RULE
 from benchmarks.attention_cases import kv_scale, queries
 from benchmarks.bench import Bench
 from benchmarks.cascade_cases import Forest, random_forest
-from llm_engine.decode_triton import MIN_DECODE_ROWS, few_rows
+from llm_engine.decode_triton import MAX_DECODE_ROWS, few_rows
 
 BATCHES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 SHARED = (256, 512, 1024, 2048, 4096, 8192, 16_384)
@@ -124,7 +124,7 @@ def names(page_size: int, every: int, seeds: range) -> Iterator[str]:
 def buffer_rows(num_requests: int, group: int) -> int:
     """Return the size of the engine's buffers for this number of requests."""
     few = few_rows(group)
-    return few if num_requests <= few else max(num_requests, MIN_DECODE_ROWS)
+    return few if num_requests <= few else MAX_DECODE_ROWS
 
 
 def time_one(bench: Bench, dtype: str, shape: Shape, name: str) -> Row | None:

@@ -32,7 +32,7 @@ from grammars.bits import TokenBits
 from kv_cache.layout import num_pages_for
 from llm_engine.attention_triton import TritonAttention
 from llm_engine.decode_rows import DecodeRows
-from llm_engine.decode_triton import MIN_DECODE_ROWS, least_shared_len
+from llm_engine.decode_triton import least_shared_len
 from llm_engine.device_batch import DeviceBatch
 from llm_engine.forward_batch import PassInputs
 from llm_engine.limits import MAX_LOGPROBS
@@ -102,10 +102,9 @@ class GraphedDecode:
         self._batch = batch
         self._sampler = sampler
         self._prompts = prompts
-        self._recordings: Recordings[Kind, DrawnRows] | None = None
+        self._recordings: Recordings[Kind, DrawnRows] = Recordings()
         # Rows, prompt tokens and lengths of steps whose kernels `warm_up` has loaded
-        self._prepared: list[tuple[int, int, int]] = []
-        self._unrecorded: deque[tuple[int, int, int]] = deque()  # of these
+        self._unrecorded: deque[tuple[int, int, int]] = deque()
         # ids, positions, pages and slots of a step that has prompt tokens
         num_inputs = NUM_ROWS_BESIDE[-1] + NUM_TOKENS_BESIDE[-1]
         self._inputs = batch.seats.inputs.new_zeros((len(batch.seats.inputs), num_inputs))
@@ -113,7 +112,7 @@ class GraphedDecode:
         self._num_same = 0  # steps with these rows since the last search for shared prefixes
 
     def warm_up(self, *, max_tokens: int) -> None:
-        """Load kernels of steps of all sizes that attention's first buffers can hold.
+        """Load kernels of steps of all sizes.
 
         No seat may be taken; none changes.
 
@@ -121,21 +120,20 @@ class GraphedDecode:
             max_tokens: The longest sequence.
         """
         shared_len = least_shared_len(self._batch.seats.page_size) + 1
-        most = min(MIN_DECODE_ROWS, self._batch.seats.max_rows)
+        most = self._batch.seats.max_rows
         alone = {min(each, most) for each in NUM_ROWS}
         beside = {min(each, most) for each in NUM_ROWS_BESIDE}
         sizes = [(num_rows, 0) for num_rows in sorted(alone)]
         if self._prompts is not None:
             sizes += product(sorted(beside), self._prompts.sizes_beside(max_tokens))
         kv_lens = [each for each in (1, shared_len) if each <= max_tokens]
-        self._prepared = [(*size, kv_len) for kv_len in kv_lens for size in sizes]
+        self._unrecorded = deque((*size, kv_len) for kv_len in kv_lens for size in sizes)
         with loading_kernels():
-            for num_rows, num_prompt_tokens, kv_len in self._prepared:
+            for num_rows, num_prompt_tokens, kv_len in self._unrecorded:
                 self._run(
                     num_rows, self._plan_any(num_rows, num_prompt_tokens, kv_len=kv_len), PLAIN
                 )
             self._load_draws()
-        self._unrecorded = deque(self._prepared)
 
     def record_next(self) -> bool:
         """Record a step that `warm_up` has loaded, and compute none; False: all are recorded.
@@ -145,11 +143,10 @@ class GraphedDecode:
         while self._unrecorded:
             num_rows, num_prompt_tokens, kv_len = self._unrecorded.popleft()
             prompts = self._plan_any(num_rows, num_prompt_tokens, kv_len=kv_len)
-            recordable = self._recordable(num_rows, prompts, PLAIN)
-            assert recordable is not None, "a step that was loaded takes one launch of attention"
-            recordings, kind = recordable
+            kind = self._kind(num_rows, prompts, PLAIN)
+            assert kind is not None, "a step that was loaded takes one launch of attention"
             work = partial(self._work, num_rows, prompts, PLAIN)
-            if recordings.record(kind, work, num_rows=num_rows):
+            if self._recordings.record(kind, work, num_rows=num_rows):
                 return True
         return False
 
@@ -235,33 +232,21 @@ class GraphedDecode:
     def _run(self, num_rows: int, prompts: SentPrompts | None, draws: DrawKind) -> DrawnRows:
         """Compute the planned step."""
         work = partial(self._work, num_rows, prompts, draws)
-        recordable = self._recordable(num_rows, prompts, draws)
-        if recordable is None:
-            return work()
-        recordings, kind = recordable
-        return recordings.run(kind, work, num_rows=num_rows)
+        kind = self._kind(num_rows, prompts, draws)
+        return work() if kind is None else self._recordings.run(kind, work, num_rows=num_rows)
 
-    def _recordable(
-        self, num_rows: int, prompts: SentPrompts | None, draws: DrawKind
-    ) -> tuple[Recordings[Kind, DrawnRows], Kind] | None:
-        """Return the recordings and the kind of the planned step; None: it is not recorded."""
+    def _kind(self, num_rows: int, prompts: SentPrompts | None, draws: DrawKind) -> Kind | None:
+        """Return the kind of the planned step; None: it is not recorded."""
         launches = self._attention.recordable()
         if launches is None:
             return None
-        buffers = (launches.buffers, self._batch.seats.marks)
-        if self._recordings is None:
-            self._recordings = Recordings(buffers)
-        elif not self._recordings.hold_for(buffers):  # larger ones, for the same kernels
-            self._recordings = Recordings(buffers, self._recordings.loaded)
-            self._unrecorded = deque(self._prepared)
-        kind = Kind(
+        return Kind(
             num_rows=num_rows,
             num_prompt_tokens=prompts.size if prompts else 0,
             has_few_rows=launches.has_few_rows,
             shares_prefixes=launches.shares_prefixes,
             draws=draws,
         )
-        return self._recordings, kind
 
     def _work(self, num_rows: int, prompts: SentPrompts | None, draws: DrawKind) -> DrawnRows:
         seats = self._batch.seats

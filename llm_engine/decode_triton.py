@@ -14,13 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attn_kernels.cascade.launch import (
-    MAX_NARROW_ROWS,
-    CascadeAttention,
-    HopperSharedTile,
-    SharedTile,
-    shared_tile,
-)
+from attn_kernels.cascade.launch import MAX_NARROW_ROWS, CascadeAttention
 from attn_kernels.cascade.prefix_tree import within_window
 from attn_kernels.decode.launch import DEFAULT_RULE, DecodeAttention
 from attn_kernels.tiles import on_hopper
@@ -28,10 +22,8 @@ from kv_cache.layout import num_pages_for
 from llm_engine.decode_rows import DecodeRows, IntArray
 from llm_engine.kv_reads import KVReads
 
-# Rows of a launch, and the sum of their keys: enough for most batches, and bounds for resumptions,
-# which have many rows. Buffers grow with them, and new buffers mean new recordings.
-MIN_DECODE_ROWS = 256
-MIN_DECODE_TOKENS = 1024 * 1024
+# Rows of a launch, and the sum of their keys, shared ones for each row. Buffers hold them from the
+# start: recordings contain their addresses.
 MAX_DECODE_ROWS = 1024
 MAX_DECODE_TOKENS = 4 * 1024 * 1024
 
@@ -42,7 +34,6 @@ Attention = DecodeAttention | CascadeAttention
 class Recordable:
     """What a recording of the launches of a plan holds for: all plans that agree in it."""
 
-    buffers: object  # hold what launches have the addresses of; compared by identity
     has_few_rows: bool
     shares_prefixes: bool
 
@@ -78,7 +69,7 @@ def reads_prefixes_once(pages: Tensor, sliding_window: int | None) -> bool:
 
 
 class TritonDecode:
-    """Plans and launches decode attention for one pool, with buffers that grow."""
+    """Plans and launches decode attention for one pool."""
 
     def __init__(
         self, pages: Tensor, *, num_qo_heads: int, scale: float, sliding_window: int | None
@@ -89,36 +80,34 @@ class TritonDecode:
         self._scale = scale
         self._sliding_window = sliding_window
         self._few_rows = few_rows(num_qo_heads // pages.shape[3])
-        self._max_rows = MIN_DECODE_ROWS
-        self._max_tokens = MIN_DECODE_TOKENS
-        self._attentions = self._make_attentions(self._max_rows, self._max_tokens)
+        num_pages, page_size = pages.shape[0], pages.shape[4]
+        # One sequence may have them all, and its token is one launch at least.
+        self._max_tokens = max(MAX_DECODE_TOKENS, num_pages * page_size)
+        self._attentions = self._make_attentions()
         self._planned = self._attentions[-1]
         self._token_bytes = pages.stride(0) * pages.element_size() // pages.shape[4]
 
     def load_kernels(self) -> None:
-        """Launch what reads shared prefixes, with each tile that buffers of any size may choose.
+        """Launch what reads shared prefixes; a pass without sharing launches none of it.
 
-        A pass without sharing launches none of it. Changes no page.
+        Changes no page.
         """
         if not reads_prefixes_once(self._pages, self._sliding_window):
             return
-        _, _, _, num_kv_heads, page_size, head_dim = self._pages.shape
-        max_rows = MAX_DECODE_ROWS * self._num_qo_heads // num_kv_heads
         # Two requests share all they may; their pages may as well be one page.
-        kv_len = least_shared_len(page_size) + 1
-        table = np.zeros(num_pages_for(kv_len, page_size), dtype=np.int32)
-        for tile in {shared_tile(self._pages, 1), shared_tile(self._pages, max_rows)}:
-            attention = self._make_cascade(max_rows=2, max_tokens=2 * kv_len, tile=tile)
-            attention.model = attention.model.sharing_all()
-            attention.plan([kv_len] * 2, np.zeros(2, dtype=np.int64), table)
-            assert attention.num_shared_items > 0, "the plan is flat"
-            q = self._pages.new_zeros((2, self._num_qo_heads, head_dim))
-            attention.run(q, 0, torch.from_numpy(table).to(self._pages.device))
+        kv_len = least_shared_len(self._pages.shape[4]) + 1
+        table = np.zeros(num_pages_for(kv_len, self._pages.shape[4]), dtype=np.int32)
+        q = self._pages.new_zeros((2, self._num_qo_heads, self._pages.shape[5]))
+        with self.sharing_all():
+            for attention in self._attentions:
+                assert isinstance(attention, CascadeAttention)
+                attention.plan([kv_len] * 2, np.zeros(2, dtype=np.int64), table)
+                assert attention.num_shared_items > 0, "the plan is flat"
+                attention.run(q, 0, torch.from_numpy(table).to(self._pages.device))
 
     def plan(self, launch: DecodeRows, page_table: npt.NDArray[np.integer]) -> None:
         """Plan the rows of a launch; `page_table` is the flat one, on the host."""
         kv_lens, rows, table_starts = launch
-        self._grow_for(len(kv_lens), int(kv_lens.sum()))
         attention = self._attentions[0 if len(kv_lens) <= self._few_rows else -1]
         if isinstance(attention, CascadeAttention):
             attention.plan(kv_lens, table_starts, page_table, rows=rows)
@@ -157,7 +146,6 @@ class TritonDecode:
         planned = self._planned
         shares = isinstance(planned, CascadeAttention) and planned.num_shared_items > 0
         return Recordable(
-            buffers=self._attentions,
             has_few_rows=planned is self._attentions[0],
             shares_prefixes=shares,
         )
@@ -180,42 +168,30 @@ class TritonDecode:
         """Attend in one layer; writes the planned rows of the output."""
         self._planned.run(q_TNH, layer, kv_page_indices, out=out_TNH)
 
-    def _grow_for(self, num_rows: int, num_tokens: int) -> None:
-        """Double buffers that are too small, so that a growing batch makes few; within reason."""
-        if num_rows <= self._max_rows and num_tokens <= self._max_tokens:
-            return
-        max_rows = max(min(2 * num_rows, MAX_DECODE_ROWS), num_rows, self._max_rows)
-        max_tokens = max(min(2 * num_tokens, MAX_DECODE_TOKENS), num_tokens, self._max_tokens)
-        self._attentions = self._make_attentions(max_rows, max_tokens)
-        # Only now: where memory is short, the sizes must remain those of the buffers.
-        self._max_rows, self._max_tokens = max_rows, max_tokens
-
-    def _make_attentions(self, max_rows: int, max_tokens: int) -> tuple[Attention, ...]:
+    def _make_attentions(self) -> tuple[Attention, ...]:
         """Return what takes launches of few rows, and what takes all others; may be the same."""
         if reads_prefixes_once(self._pages, self._sliding_window):
-            return (
-                self._make_cascade(max_rows=self._few_rows, max_tokens=max_tokens),
-                self._make_cascade(max_rows=max_rows, max_tokens=max_tokens),
-            )
+            of_any = self._make_cascade(MAX_DECODE_ROWS)
+            return self._make_cascade(self._few_rows, memory_of=of_any), of_any
         flat = DecodeAttention(
             self._pages,
             num_qo_heads=self._num_qo_heads,
             scale=self._scale,
-            max_requests=max_rows,
-            max_kv_tokens=max_tokens,
+            max_requests=MAX_DECODE_ROWS,
+            max_kv_tokens=self._max_tokens,
             sliding_window=self._sliding_window,
         )
         return (flat,)
 
     def _make_cascade(
-        self, *, max_rows: int, max_tokens: int, tile: SharedTile | HopperSharedTile | None = None
+        self, max_rows: int, memory_of: CascadeAttention | None = None
     ) -> CascadeAttention:
         return CascadeAttention(
             self._pages,
             num_qo_heads=self._num_qo_heads,
             scale=self._scale,
             max_requests=max_rows,
-            max_kv_tokens=max_tokens,
+            max_kv_tokens=self._max_tokens,
             sliding_window=self._sliding_window,
-            tile=tile,
+            memory_of=memory_of,
         )

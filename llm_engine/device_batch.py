@@ -41,15 +41,9 @@ class DeviceBatch:
         self._num_pages: npt.NDArray[np.int64] = np.zeros(num_seats, dtype=np.int64)
         self._edits_until: npt.NDArray[np.int64] = np.zeros(num_seats, dtype=np.int64)
         self._vocab_size = vocab_size
-        self._marks_rows: dict[int, int] = {}  # seat |-> row of marks
-        self._free_marks_rows = list(range(len(seats.marks)))
 
     def change(self, step: EngineStep) -> None:
         """Apply ended and started sequences and added pages, on the current stream."""
-        for seat in (*step.ended, *(each.seat for each in step.started)):  # may start again
-            row = self._marks_rows.pop(seat, None)
-            if row is not None:
-                self._free_marks_rows.append(row)
         if not (step.started or step.extended):
             return
         entries = [self._enter_pages(each.seat, 0, each.page_ids) for each in step.started]
@@ -90,7 +84,8 @@ class DeviceBatch:
             self._edits_until[seat] = min_length
         marks_row = -1
         if params.has_penalties or may_not_end:
-            marks_row = self._mark(start)
+            self._mark(start)
+            marks_row = seat
         state = np.zeros(bodies.NUM_FIELDS.value, dtype=np.int64)
         state[bodies.TOKEN.value] = start.output_token_ids[-1]
         state[bodies.LENGTH.value] = start.num_tokens
@@ -103,12 +98,8 @@ class DeviceBatch:
             floats[column] = value
         return state
 
-    def _mark(self, start: SeatStart) -> int:
-        """Write what the sequence's history says of each token; return the row."""
-        if not self._free_marks_rows:
-            self._grow_marks()
-        row = self._free_marks_rows.pop()
-        self._marks_rows[start.seat] = row
+    def _mark(self, start: SeatStart) -> None:
+        """Write what the sequence's history says of each token."""
         output = np.asarray(start.output_token_ids, dtype=np.int64)
         marks = np.bincount(output, minlength=self._vocab_size).astype(np.int32)
         marks *= bodies.ONE_DRAWN.value
@@ -116,14 +107,7 @@ class DeviceBatch:
         marks[np.asarray(start.prompt_token_ids, dtype=np.int64)] |= bodies.IS_SEEN.value
         ends = np.asarray(end_token_ids(start.params, start.eos_token_ids), dtype=np.int64)
         marks[ends] |= bodies.IS_END.value
-        self.seats.marks[row].copy_(to_device(marks, self.seats.marks.device))
-        return row
-
-    def _grow_marks(self) -> None:
-        old = self.seats.marks
-        self.seats.marks = old.new_zeros((2 * len(old), self._vocab_size))
-        self.seats.marks[: len(old)].copy_(old)
-        self._free_marks_rows += range(len(old), 2 * len(old))
+        self.seats.marks[start.seat].copy_(to_device(marks, self.seats.marks.device))
 
     def _send(
         self,

@@ -94,7 +94,7 @@ class GraphedPrompts:
         self._tokens = tokens.view(NUM_TOKEN_FIELDS, max_tokens)
         self._borders = sent[self._first_border : self._first_border + MAX_SLICES + 1]
         self._pages = sent[self._first_page :]
-        self._recordings: Recordings[int, Tensor] = Recordings(())
+        self._recordings: Recordings[int, Tensor] = Recordings()
         self._unrecorded: list[int] = []  # sizes whose kernels are loaded
 
     def warm_up(self, max_tokens: int) -> None:

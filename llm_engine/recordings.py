@@ -5,7 +5,7 @@ fixed addresses.
 """
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Generic, TypeVar
@@ -85,31 +85,16 @@ def loading_kernels() -> Iterator[None]:
 
 
 class Recordings(Generic[Kind, Result]):
-    """Recordings of work by kind, valid as long as the buffers whose addresses they contain.
+    """Recordings of work by kind; all memory whose addresses they contain stays where it is.
 
     The first work of a kind is launched kernel by kernel, which loads the kernels; the second one
     is recorded, unless `record` has done that before. Work that only loads kernels never is. Work
     that cannot be recorded is launched kernel by kernel each time.
-
-    Args:
-        buffers: Objects whose addresses recordings contain, besides those that never change.
-        loaded: Kinds whose kernels are loaded.
     """
 
-    def __init__(self, buffers: Sequence[object], loaded: Iterable[Kind] = ()) -> None:
-        self._buffers = buffers
+    def __init__(self) -> None:
         self._record = CudaGraphRecorder()
-        # None: its kernels are loaded
-        self._repeats: dict[Kind, Callable[[], Result] | None] = dict.fromkeys(loaded)
-
-    @property
-    def loaded(self) -> Collection[Kind]:
-        """Kinds whose kernels are loaded."""
-        return self._repeats.keys()
-
-    def hold_for(self, buffers: Sequence[object]) -> bool:
-        """Return whether these are the buffers, each the same object."""
-        return all(own is other for own, other in zip(self._buffers, buffers, strict=True))
+        self._repeats: dict[Kind, Callable[[], Result] | None] = {}  # None: its kernels are loaded
 
     def run(self, kind: Kind, work: Callable[[], Result], *, num_rows: int) -> Result:
         """Do work of a kind, by a recording if there is one.

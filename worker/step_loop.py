@@ -197,8 +197,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         self._unsettled: deque[PlanT] = deque()  # oldest first
         self._launched: deque[_Launch] = deque()  # of them, the oldest
         self._read_at = 0.0  # when the last step ended, or the loop began
-        self._records = True  # passes while nothing is to be computed, until one fails
-        self._has_unrecorded = True  # as far as is known: buffers that grow cost recordings
+        self._records = True  # passes while nothing is to be computed, until all are or one fails
 
     @property
     def is_stepping(self) -> bool:
@@ -227,7 +226,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
                     await self._settle_oldest()
                 elif plan.is_partial:
                     await asyncio.sleep(0)
-                elif self._records and self._has_unrecorded:
+                elif self._records:
                     if not await self._is_woken_by(self._read_at + IDLE_S):
                         await self._record_next()
                 elif not await self._is_woken_by(self._read_at + CHECK_S):
@@ -248,7 +247,7 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
     async def _record_next(self) -> None:
         """Record one pass: new work waits for no more than that."""
         try:
-            self._has_unrecorded = await self._executor.record_next()
+            self._records = await self._executor.record_next()
         except Exception as error:
             self._records = False  # all others are recorded when they come
             logger.error("recording_failed", exc_info=error)
@@ -350,7 +349,6 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
 
     def _settle(self, plan: PlanT, result: StepResult) -> None:
         self._num_failed = 0
-        self._has_unrecorded = True
         self.num_steps += 1
         self.num_steps_alone += plan.is_alone
         self.reads += result.reads

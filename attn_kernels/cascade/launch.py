@@ -121,6 +121,8 @@ class CascadeAttention:
             choice for each.
         tile: How the shared part's kernel is compiled; None: the shipped choice.
         num_programs: Programs of the shared part's launch; None: as many as run at once.
+        memory_of: Whose memory of partial results to share, which must suffice; of the two one runs
+            at a time. None allocates.
 
     Attributes:
         decode: Reads the parts that requests do not share, and folds.
@@ -148,6 +150,7 @@ class CascadeAttention:
         decode_tile: DecodeTile | HopperDecodeTile | None = None,
         tile: SharedTile | HopperSharedTile | None = None,
         num_programs: int | None = None,
+        memory_of: "CascadeAttention | None" = None,
     ) -> None:
         check_pages(pages)
         check_at_least_one("max_requests", max_requests)
@@ -172,7 +175,11 @@ class CascadeAttention:
             rule=rule,
         )
         own_tile = decode_tile or shipped_decode_tile(pages, beside_shared=True)
-        self.decode = make_decode(tile=own_tile, max_shared_slots=self.max_shared_slots)
+        self.decode: DecodeAttention = make_decode(
+            tile=own_tile,
+            max_shared_slots=self.max_shared_slots,
+            memory_of=memory_of.decode if memory_of else None,
+        )
         self.flat = self.decode
         if decode_tile is None and shipped_decode_tile(pages) != own_tile:
             self.flat = make_decode(memory_of=self.decode)

@@ -31,7 +31,6 @@ ROW_BLOCK = 128
 EDIT_BLOCK = 4096
 NUM_PARAMS = 6  # of a draw
 ALL_BITS = -1  # a word of a mask that allows all its tokens
-MIN_MARKS_ROWS = 32  # sequences that edit logits before `marks` must grow
 
 
 class DeviceSeats:
@@ -51,8 +50,8 @@ class DeviceSeats:
     Attributes:
         state: [num_seats, NUM_FIELDS], int64; see bodies.py for the columns.
         page_table: Page ids in token order, [num_seats, pages_per_seat], int32.
-        marks: What the histories of some sequences say of each token, [any, vocab_size], int32;
-            see bodies.py for the bits. Replaced to grow; what is captured holds the old one.
+        marks: What the history of each sequence that edits logits says of each token,
+            [num_seats, vocab_size], int32; see bodies.py for the bits.
         row_seats: The seat of each row, [max_rows], int32; -1 fills up.
         masks: Bitmaps of the tokens that each row may draw, [max_rows, cdiv(vocab_size, 32)],
             int32, as `TokenSampler.sample` takes them; see `set_masks`.
@@ -86,7 +85,7 @@ class DeviceSeats:
         self.max_rows = max_rows
         self.state = zeros(num_seats, NUM_FIELDS.value)
         self.page_table = zeros(num_seats, pages_per_seat, dtype=torch.int32)
-        self.marks = zeros(min(MIN_MARKS_ROWS, num_seats), vocab_size, dtype=torch.int32)
+        self.marks = zeros(num_seats, vocab_size, dtype=torch.int32)
         self.row_seats = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         self.masks = zeros(max_rows, triton.cdiv(vocab_size, 32), dtype=torch.int32)
         self.inputs = zeros(4, max_rows)

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from llm_engine import decode_triton
 from llm_engine.attention import AttentionBackend
 from llm_engine.attention_torch import TorchAttention
 from llm_engine.attention_triton import TritonAttention
@@ -88,13 +87,3 @@ def test_a_sequence_decodes_to_the_same_bits_beside_a_prefill_and_alone(device: 
     beside = run(attention, [slice_of(0, 5, [9]), slice_of(20, 1, [3, 7, 1])], device)
 
     assert torch.equal(beside[:, 5:], alone)
-
-
-def test_batches_larger_than_the_first_buffers_are_decoded(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(decode_triton, "MIN_DECODE_ROWS", 64)
-    (triton, _), (reference, _) = make_backends(device, None)
-    slices = [slice_of(0, 1, [page % 16]) for page in range(70)]
-
-    torch.testing.assert_close(run(triton, slices, device), run(reference, slices, device))

@@ -19,10 +19,9 @@ from llm_engine import (
     operations_triton,  # noqa: F401  # else it stays interpreted
 )
 from llm_engine.decode_graphs import DrawnRows, GraphedDecode
-from llm_engine.decode_triton import TritonDecode
 from llm_engine.device_batch import DeviceBatch
 from llm_engine.engine import Engine
-from llm_engine.engine_step import EngineStep
+from llm_engine.engine_step import EngineStep, SeatStart
 from llm_engine.sampling import SamplingParams
 from tests.llm_engine.driver import (
     DrivenSequence,
@@ -180,44 +179,33 @@ def test_pages_that_a_sequence_gets_while_it_runs_are_those_that_it_writes(
     assert_equal(found, expected)
 
 
-def test_buffers_that_grow_are_recorded_anew(
+def test_no_larger_batch_and_no_history_costs_what_is_recorded(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sequences = [sequence([index + 1] * 14, [index, 20 + index], 4) for index in range(3)]
-    expected = results_of(engine, sequences)
-    set_num_rows(monkeypatch, (4,))
-    engine.decoder._attention._decode._max_rows = 1  # type: ignore[attr-defined]
-    recorded = ahead(engine, num_seats=4)
-
-    assert_equal(results_of(recorded, sequences[:1]), expected[:1])
-    assert_equal(results_of(recorded, sequences), expected)
-    assert_equal(results_of(recorded, sequences[:1]), expected[:1])
-
-    assert [each.num_recorded for each in recorders] == [1, 1]
-    assert min(each.num_repeated for each in recorders) > 0
-
-
-def test_more_histories_than_expected_are_recorded_anew(
-    engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("attn_kernels.seats.launch.MIN_MARKS_ROWS", 1)
+    set_num_rows(monkeypatch, (4, 8))
     sequences = [
-        sequence([index + 1] * 4, [index], 6, repetition_penalty=1.3) for index in range(3)
+        sequence([index + 1] * 4, [index], 6, **params)
+        for index, params in enumerate([{}] + [{"repetition_penalty": 1.3}] * 6)
     ]
     expected = results_of(engine, sequences)
-    recorded = ahead(engine, num_seats=4)
+    recorded = ahead(engine, num_seats=8)
+    for num_sequences in (1, 3, 7):
+        found = results_of(recorded, sequences[:num_sequences])
+        assert_equal(found, expected[:num_sequences])
+    (recorder,) = recorders
+    num_recorded = recorder.num_recorded
 
-    assert_equal(results_of(recorded, sequences[:1]), expected[:1])
-    assert_equal(results_of(recorded, sequences), expected)
-    assert_equal(results_of(recorded, sequences), expected)
+    for num_sequences in (1, 3, 7):
+        found = results_of(recorded, sequences[:num_sequences])
+        assert_equal(found, expected[:num_sequences])
 
-    assert [each.num_recorded for each in recorders] == [1, 1]
+    assert recorder.num_recorded == num_recorded
+    assert recorder.num_repeated > 15
 
 
-def test_what_grows_while_a_step_is_in_flight_changes_no_token(
+def test_histories_that_come_while_a_step_is_in_flight_change_no_token(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attn_kernels.seats.launch.MIN_MARKS_ROWS", 1)
     set_num_rows(monkeypatch, (4,))
     # With chunks of five tokens they join one after the other, each behind a step of the others.
     sequences = [
@@ -230,23 +218,21 @@ def test_what_grows_while_a_step_is_in_flight_changes_no_token(
         )
     sequences[1].params = replace(sequences[1].params, logprobs=2)
     expected = results_of(engine, sequences)
-    engine.decoder._attention._decode._max_rows = 1  # type: ignore[attr-defined]
     recorded = ahead(engine, num_seats=4)
-    unread: list[tuple[str, int]] = []  # what grew, steps in flight
-    for kind, name in ((TritonDecode, "_make_attentions"), (DeviceBatch, "_grow_marks")):
-        right = getattr(kind, name)
+    unread: list[int] = []  # steps in flight when a history came
+    mark = DeviceBatch._mark
 
-        def grow(self: Any, *sizes: int, _right: Any = right, _name: str = name) -> Any:
-            unread.append((_name, len(recorded._launched)))
-            return _right(self, *sizes)
+    def mark_seen(self: DeviceBatch, start: SeatStart) -> None:
+        unread.append(len(recorded._launched))
+        mark(self, start)
 
-        monkeypatch.setattr(kind, name, grow)
+    monkeypatch.setattr(DeviceBatch, "_mark", mark_seen)
 
     found = results_of(recorded, sequences, chunk_size=5)
 
     assert_equal(found, expected)
-    assert sorted(unread) == [("_grow_marks", 1), ("_grow_marks", 1), ("_make_attentions", 1)]
-    assert recorders[-1].num_repeated > 0, "nothing was recorded anew"
+    assert unread == [1, 1, 1]
+    assert recorders[-1].num_repeated > 0, "nothing was recorded"
 
 
 def test_steps_that_read_prefixes_once_have_recordings_of_their_own(
@@ -315,7 +301,7 @@ def test_steps_of_few_rows_have_buffers_and_recordings_of_their_own(
 ) -> None:
     decode = engine.decoder._attention._decode  # type: ignore[attr-defined]
     monkeypatch.setattr(decode, "_few_rows", 2)
-    monkeypatch.setattr(decode, "_attentions", decode._make_attentions(256, 1 << 20))
+    monkeypatch.setattr(decode, "_attentions", decode._make_attentions())
     set_num_rows(monkeypatch, (4,))
     sizes = []
     plan = CascadeAttention.plan
@@ -332,7 +318,7 @@ def test_steps_of_few_rows_have_buffers_and_recordings_of_their_own(
     found = results_of(ahead(engine, num_seats=4), sequences)
 
     assert_equal(found, expected)
-    assert sizes == [256, 2]
+    assert sizes == [1024, 2]
     (recorder,) = recorders
     assert (recorder.num_recorded, recorder.num_repeated) == (2, 4)
 
@@ -371,7 +357,6 @@ def test_steps_of_all_sizes_are_loaded_at_the_start_and_recorded_later(
     num_pages: int,
 ) -> None:
     set_num_rows(monkeypatch, (2, 4, 8))
-    monkeypatch.setattr(decode_graphs, "MIN_DECODE_ROWS", 4)
     recorded = ahead(engine)
     sequences = [sequence([index] * 3, [20 + index], 4) for index in range(4)]
     expected = results_of(engine, sequences)
@@ -382,7 +367,7 @@ def test_steps_of_all_sizes_are_loaded_at_the_start_and_recorded_later(
     (recorder,) = recorders
     assert recorder.num_recorded == 0
     num_kinds = record_all(recorded)
-    assert num_kinds == (4 if num_pages == 17 else 2)  # too short to share else
+    assert num_kinds == (6 if num_pages == 17 else 3)  # too short to share else
     assert (recorder.num_recorded, recorder.num_repeated) == (num_kinds, 0)
     assert_equal(results_of(recorded, sequences), expected)
     assert (recorder.num_recorded, recorder.num_repeated) == (num_kinds, 3)
@@ -403,26 +388,6 @@ def test_a_step_that_comes_before_its_recording_is_recorded_at_once(
     assert (recorder.num_recorded, recorder.num_repeated) == (1, 3)
     assert record_all(recorded) == 2  # those of two and eight rows
     assert recorder.num_recorded == 3
-
-
-def test_after_buffers_have_grown_steps_are_recorded_anew_and_the_first_of_a_kind_at_once(
-    engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_num_rows(monkeypatch, (2, 4, 8))
-    recorded = ahead(engine)
-    sequences = [sequence([index] * 3, [20 + index], 4) for index in range(2)]
-    expected = results_of(engine, sequences)
-    decode_of(recorded).warm_up(max_tokens=16)
-    assert record_all(recorded) == 3
-    engine.decoder._attention._decode._grow_for(257, 1)  # type: ignore[attr-defined]
-
-    assert_equal(results_of(recorded, sequences), expected)
-
-    assert [each.num_recorded for each in recorders] == [3, 1]
-    assert [each.num_repeated for each in recorders] == [0, 3]
-    assert record_all(recorded) == 2  # those of four and eight rows
-    assert_equal(results_of(recorded, sequences), expected)
-    assert [each.num_recorded for each in recorders] == [3, 3]
 
 
 @pytest.mark.parametrize(

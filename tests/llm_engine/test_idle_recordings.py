@@ -335,36 +335,3 @@ def test_what_cuda_refuses_to_record_is_launched_and_what_comes_later_is_recorde
     assert not logged("step_not_recorded", caplog)
     assert num_replayed > 0
     assert_equal(gpu_results(own, driven[:1]), expected[:1])
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_after_buffers_have_grown_no_step_is_launched_kernel_by_kernel_on_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    own = gpu_engine(tmp_path)
-    driven = sequences()
-    expected = gpu_results(own, driven)
-    record_all(own)
-    assert_equal(gpu_results(own, driven), expected)  # now kinds that a start does not load
-    run_layers = own.decoder.run_layers
-    num_launched = num_recorded = 0
-
-    def run_layers_counted(token_ids: Tensor) -> Tensor:
-        nonlocal num_launched, num_recorded
-        is_recording = torch.cuda.is_current_stream_capturing()
-        num_recorded += is_recording
-        num_launched += not is_recording
-        return run_layers(token_ids)
-
-    monkeypatch.setattr(own.decoder, "run_layers", run_layers_counted)
-    own.decoder._attention._decode._grow_for(257, 1)  # type: ignore[attr-defined]
-
-    assert_equal(gpu_results(own, driven), expected)
-
-    assert num_recorded > 0
-    num_idle = record_all(own)
-    assert num_idle > num_recorded - num_idle
-    assert_equal(gpu_results(own, driven), expected)
-    assert num_launched == 0
-    assert not logged("step_not_recorded", caplog)

@@ -348,7 +348,6 @@ def test_recorded_steps_have_the_bits_of_passes_launched_kernel_by_kernel(
             while not stops.is_set():
                 torch.ones(1 << 20, device="cuda").sum().item()
 
-    # 300 rows are more than the first buffers of attention hold: the others are recorded once more.
     steps = [(1, 0), (3, 0), (17, 0), (24, 200), (24, 0), (40, 200), (300, 200), (3, 0), (17, 200)]
     thread = Thread(target=use_the_device)
     thread.start()
@@ -365,7 +364,6 @@ def test_recorded_steps_have_the_bits_of_passes_launched_kernel_by_kernel(
                 assert tokens == expected_tokens
                 assert torch.equal(kv, expected_kv)
             num_padded = min(each for each in NUM_ROWS if each >= num_rows)
-            assert decode._recordings is not None
             kind = Kind(
                 num_rows=num_padded,
                 num_prompt_tokens=0,

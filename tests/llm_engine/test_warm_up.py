@@ -16,7 +16,6 @@ from triton.runtime.jit import JITFunction
 
 from llm_engine import prompt_graphs, recordings
 from llm_engine.attention_triton import TritonAttention
-from llm_engine.decode_triton import MAX_DECODE_ROWS, MAX_DECODE_TOKENS
 from llm_engine.forward_batch import ALIGNMENT_BYTES
 from llm_engine.sampling import SamplingParams
 from tests.llm_engine.driver import DrivenSequence, record_all, recording, run, small_engine
@@ -80,7 +79,6 @@ def variant_of(kernel: JITFunction, args: tuple[Any, ...], options: dict[str, An
     return *found, *sorted(launch.items())
 
 
-@pytest.mark.parametrize("has_grown", [False, True], ids=["", "grown"])
 @pytest.mark.parametrize(("num_seats", "num_drawn"), [(0, 1), (5, 2)])
 def test_no_later_pass_needs_a_kernel_that_was_not_launched(
     tmp_path: Path,
@@ -88,7 +86,6 @@ def test_no_later_pass_needs_a_kernel_that_was_not_launched(
     monkeypatch: pytest.MonkeyPatch,
     num_seats: int,
     num_drawn: int,
-    has_grown: bool,
 ) -> None:
     monkeypatch.setattr(prompt_graphs, "NUM_TOKENS", SIZES)
     engine = recording(small_engine(tmp_path), num_seats=num_seats)
@@ -97,8 +94,6 @@ def test_no_later_pass_needs_a_kernel_that_was_not_launched(
     attention.load_kernels()
     engine.warm_up()
     warm = set(variants)
-    if has_grown:
-        attention._decode._grow_for(MAX_DECODE_ROWS, MAX_DECODE_TOKENS)
     assert record_all(engine) > 0
     assert not variants - warm
 
