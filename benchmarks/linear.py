@@ -1,6 +1,6 @@
-"""Times the linear layer on one GPU beside torch's (cuBLAS) and writes a list of cases as JSON.
+"""Times the linear layer on one GPU beside torch's (cuBLAS).
 
-    python -m benchmarks.linear --out benchmarks/results/linear-h100.json
+    python -m benchmarks.linear --out benchmarks/results/linear-h200.json
     python -m benchmarks.linear --rows 512,543 --weights gate_up,down
 
 First every tile of every kernel must give the same bits for all rows of Llama-3-8B's weights, also
@@ -14,7 +14,6 @@ weights' bytes, "tflops" all operations. A star marks the tile that `linear` cho
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -29,6 +28,8 @@ from torch.nn import functional
 
 from attn_kernels.linear.launch import Tile, linear, shipped_tile, shipped_tiles
 from attn_kernels.linear.launch_triton import LinearTile
+from benchmarks.measured_host import add_commit, conditions
+from benchmarks.result_file import write_result
 
 # name |-> (num_out, num_in)
 WEIGHTS = {
@@ -188,7 +189,9 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=20, help="timed runs of a launch")
     parser.add_argument("--rows", default=",".join(map(str, NUM_ROWS)))
     parser.add_argument("--weights", default=",".join(WEIGHTS))
+    add_commit(parser)
     arguments = parser.parse_args()
+    head = conditions("linear", arguments.commit)
     weights = arguments.weights.split(",")
     all_num_rows = [int(each) for each in arguments.rows.split(",")]
 
@@ -215,8 +218,7 @@ def main() -> None:
                     flush=True,
                 )
             if arguments.out is not None:  # after each case: a run may be cut short
-                rows = ",\n".join(" " + json.dumps(asdict(each)) for each in timings)
-                arguments.out.write_text(f"[\n{rows}\n]\n")
+                write_result(arguments.out, head | {"cases": [asdict(each) for each in timings]})
     print("rows, four products of all layers, median over weights of times over torch's")
     for num_rows in all_num_rows:
         print(summary(timings, num_rows))
