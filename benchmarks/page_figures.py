@@ -44,6 +44,7 @@ from benchmarks.targets import (
     SERVING_FILE,
     SHARED_FILE,
     TRANSFERS_FILE,
+    other_outcomes,
     serving_outcomes,
 )
 
@@ -77,20 +78,20 @@ def headline() -> str:
 
 
 def targets() -> str:
-    """Each case of the serving matrix as a share of its target."""
-    found = list(serving_outcomes())
-    shares = [(each.what.removeprefix("ttft/"), [100 * each.found / each.target]) for each in found]
-    return draw(
-        bars(
-            "The serving matrix on 1 + 1 workers, as a share of its targets, logarithmic",
-            (
-                f"{hardware_of(_content(SERVING_FILE))}; shared prefixes: earlier.",
-                "Up to 100 % a target is reached.",
-            ),
-            shares,
-            series=(("of the target", BLUE),),
-            unit="%",
-            is_logarithmic=True,
+    """Each figure as a share of its target."""
+    outcomes = [*serving_outcomes(), *other_outcomes()]
+    cases = tuple(
+        dot_chart.Case(name=each.what.replace("`", ""), values=((100 * each.share,),))
+        for each in outcomes
+        if each.share is not None
+    )
+    return dot_chart.draw(
+        dot_chart.DotChart(
+            title="Figures as shares of their targets, which they reach up to the line",
+            unit="%; where more is better, the target as a share of the figure",
+            series=("share",),
+            cases=cases,
+            line_at=100.0,
         )
     )
 
@@ -156,7 +157,7 @@ def _short(case: str) -> str:
 def linear() -> str:
     """The four products of all layers, beside torch's."""
     us: dict[int, dict[bool, float]] = defaultdict(lambda: defaultdict(float))
-    for row in _content("linear-h100.json"):
+    for row in _content("linear-h200.json")["cases"]:
         if row["weight"] in LAYER_WEIGHTS and (row["is_shipped"] or row["tile"] == "torch"):
             us[row["num_rows"]][row["is_shipped"]] += NUM_LAYERS * row["us"]
     values = [
@@ -166,7 +167,7 @@ def linear() -> str:
     return draw(
         bars(
             "Linear layers of Llama-3-8B, all four products of 32 layers, logarithmic",
-            ("One NVIDIA H100, bfloat16, medians with a cold L2 cache (shorter is better).",),
+            ("One NVIDIA H200, bfloat16, medians with a cold L2 cache (shorter is better).",),
             values,
             series=(("Pagewire", BLUE), ("torch 2.11", ORANGE)),
             is_logarithmic=True,
@@ -394,7 +395,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "served-moves": served_moves,
     "first-token-parts": first_token_parts,
     "engine-time": engine_time,
-    "linear-h100": linear,
+    "linear-h200": linear,
     "relay": relay,
     "gateway": gateway,
     "calls": calls,

@@ -5,7 +5,8 @@
 A worker without a model gathers all requests, then sends one token of each every step. Processes of
 clients read them with `pagewire.AsyncClient`, over one stream each. The router's process has a
 core to itself; worker and clients share the others. With --routers, several of them share the
-clients among themselves, each with a core if there are enough, and count as one. Their CPU time,
+clients among themselves, each with a core if there are enough, and count as one; with --share-port,
+they listen on one port, and the kernel shares the connections of clients out. Their CPU time,
 from the first step to the last token, divided by the tokens, is what a token costs; its inverse is
 what a core could take. How late a token is counts from its step in the worker to its arrival in the
 client's code; `after_start_ms` is the same without the first steps, in which all streams begin at
@@ -22,6 +23,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +89,18 @@ def measure(streams: int, step_s: float, coalesce_ms: float, options: Any) -> di
     steps = Steps(step_s=step_s, num_gathered=streams, has_begun=has_begun, times=times)
     with ExitStack() as stack:
         worker, worker_port = stack.enter_context(started(run_worker, steps))
-        routers = [
-            stack.enter_context(
-                started(run_router, worker_port, options.model_dir, {"coalesce_ms": coalesce_ms})
+        routers: list[tuple[SpawnProcess, int]] = []
+        for _ in range(options.routers):
+            shared_port = routers[0][1] if routers else 0
+            router = started(
+                run_router,
+                worker_port,
+                options.model_dir,
+                {"coalesce_ms": coalesce_ms},
+                None,
+                shared_port if options.share_port else None,
             )
-            for _ in range(options.routers)
-        ]
+            routers.append(stack.enter_context(router))
         processes = {"worker": [worker], "router": [each for each, _ in routers], "clients": []}
         num_clients = min(options.clients, streams)
         for number in range(num_clients):
@@ -174,6 +182,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="duration of each run")
     parser.add_argument("--clients", type=int, default=2, help="client processes")
     parser.add_argument("--routers", type=int, default=1, help="router processes")
+    parser.add_argument("--share-port", action="store_true", help="let routers share one port")
     parser.add_argument("--repetitions", type=int, default=3)
     add_commit(parser)
     parser.add_argument("--out", type=Path)

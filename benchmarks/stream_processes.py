@@ -235,8 +235,9 @@ def run_router(
     model_dir: Path,
     options: dict[str, Any] | None = None,
     prefill_port: int | None = None,
+    shared_port: int | None = None,
 ) -> None:
-    """Run a router."""
+    """Run a router, on a port that others may listen on, too, if one is given; 0: any."""
     from credentials.channel import ProvenChannel
     from router.config import RouterConfig
     from router.front import make_server
@@ -262,7 +263,7 @@ def run_router(
         router = Router(
             config=config, model_dir=model_dir, connect_channel=connect, random_id=random_ids()
         )
-        server = make_server(config)
+        server = make_server(config, shares_port=shared_port is not None)
         router.register(server)
         await router.start()
         workers: dict[PoolName, int | None] = {"decode": worker_port, "prefill": prefill_port}
@@ -275,7 +276,7 @@ def run_router(
                 if port is not None
             ]
         )
-        return await _listen(server), (server, router)
+        return await _listen(server, shared_port or 0), (server, router)
 
     _serve(start, ports)
 
@@ -362,8 +363,8 @@ async def _start_worker(context: Any, pool: Any, server: grpc.aio.Server) -> tup
     return port, (server, worker)
 
 
-async def _listen(server: grpc.aio.Server) -> int:
-    port: int = server.add_insecure_port(f"{HOST}:0")
+async def _listen(server: grpc.aio.Server, port: int = 0) -> int:
+    port = server.add_insecure_port(f"{HOST}:{port}")
     await server.start()
     return port
 

@@ -49,7 +49,7 @@ REPLAY_RESULTS = {
 }
 PARTS_RESULT = "first-token-parts-h100-x2.json"
 # Both of one host
-MIX_RESULTS = ("first-token-parts-earlier-h100-x2.json", "first-token-parts-h100.json")
+MIX_RESULTS = ("first-token-parts-earlier-h100-x2.json", "first-token-parts-one-h200.json")
 MOVES_RESULT = "served-moves-h200-x2.json"
 POOL_ARMS = ("disaggregated", "aggregated")
 # Columns of a table: heading |-> file and arm

@@ -5,6 +5,7 @@ at the client.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,8 @@ MEMORY_FILE = "kills-nccl-memory-h100-x2.json"
 IPC_KILLS_FILE = "kills-ipc-h200-x2.json"  # pages on the way that GPUs of one host choose
 TRANSFERS_FILE = "transfers-complete-h200-x2.json"
 CHATS_FILE = "transfers-h200-x2.json"
+LINEAR_FILE = "linear-h200.json"
+LINEAR_ROWS = (1, 8, 16, 17, 32, 64, 128, 256, 512, 543, 1024, 2048, 8192)
 HIDDEN_TOKENS = (8192, 16_384, 32_768)  # from four passes of a prefill worker on
 
 Figure = tuple[str, float, float, str, bool]  # fields of Outcome but for the file
@@ -62,6 +65,13 @@ class Outcome:
     is_least: bool = False  # whether more is better
 
     @property
+    def share(self) -> float | None:
+        """The figure as a share of its target, or the reverse if more is better; None: it is 0."""
+        if self.target == 0:
+            return None
+        return self.target / self.found if self.is_least else self.found / self.target
+
+    @property
     def is_reached(self) -> bool:
         """Whether the figure is within the target."""
         return self.found >= self.target if self.is_least else self.found <= self.target
@@ -84,6 +94,7 @@ def other_outcomes() -> Iterator[Outcome]:
     for case, target in (("ready/cold", 25), ("ready/warm", 12)):
         seconds = _rows(STARTS_FILE)[case]["seconds"]
         yield Outcome(what=f"`{case}`", target=target, found=seconds, unit="s", file=STARTS_FILE)
+    yield _linear(LINEAR_FILE)
     yield from _transfers(TRANSFERS_FILE)
     yield _hidden(TRANSFERS_FILE)
     yield from _pools("disaggregation-h200.json")
@@ -101,6 +112,27 @@ def other_outcomes() -> Iterator[Outcome]:
     yield from _kills(KILLS_FILE, "NCCL")
     yield _kept_memory(MEMORY_FILE, "NCCL")
     yield from _relay("relay-32-cores.json")
+
+
+def _linear(file: str) -> Outcome:
+    us: dict[tuple[int, str], dict[bool, float]] = defaultdict(dict)
+    for row in json.loads((RESULTS / file).read_text(encoding="utf-8"))["cases"]:
+        if row["is_shipped"] or row["tile"] == "torch":
+            us[row["num_rows"], row["weight"]][row["is_shipped"]] = row["us"]
+    medians = {
+        num_rows: median(
+            each[True] / each[False] for (rows, _), each in us.items() if rows == num_rows
+        )
+        for num_rows in LINEAR_ROWS
+    }
+    worst = max(LINEAR_ROWS, key=medians.__getitem__)
+    return Outcome(
+        what=f"linear layers over torch's, median of five, most of 13 numbers of rows: {worst}",
+        target=1.03,
+        found=medians[worst],
+        unit="times",
+        file=file,
+    )
 
 
 def _transfers(file: str) -> Iterator[Outcome]:

@@ -20,7 +20,7 @@ CLOCKS_PER_US = 1755
 PRODUCTS_PER_CLOCK = 2048
 BYTES_PER_CLOCK = 64
 NUM_BYTES = 2  # of an element
-# As measured (benchmarks/results/linear-h100.json)
+# As measured (benchmarks/results/linear-h200.json)
 MEMORY_BYTES_PER_US = 4.0e6
 STORE_US = 1.2  # of a tile's results, and until products run again
 
