@@ -6,7 +6,6 @@ Tokens are those of the same requests where each step is read before the next is
 import asyncio
 import gc
 import random
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -34,7 +33,7 @@ from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.load_engine import load_engine
 from llm_engine.sampling import SampledToken, SamplingParams, SequenceSlice
 from tests.decode_worker.serving import Serving, request_of
-from tests.llm_engine.driver import DrivenSequence, runner_of
+from tests.llm_engine.driver import runner_of
 from tests.support.checkpoints import write_checkpoint
 from worker.errors import PassFailed
 from worker.identity import WorkerIdentity
@@ -225,37 +224,6 @@ async def ask_again_and_again(
 
     await asyncio.gather(*(ask(random.Random(seed)) for seed in range(24)))
     return num_asked
-
-
-def test_a_thread_that_waits_for_a_step_keeps_neither_a_core_nor_the_interpreter(
-    engine: Engine,
-) -> None:
-    step = EngineStep(slices=(DrivenSequence([1, 2, 3], [0], params=GREEDY).next_slice(3),))
-    engine.launch(step)  # loads kernels
-    expected = engine.read().slices
-    num_turns = 0
-    has_ended = threading.Event()
-
-    def take_turns() -> None:
-        nonlocal num_turns
-        while not has_ended.wait(0.005):
-            num_turns += 1
-
-    torch.cuda._sleep(CYCLES_PER_S // 2)  # type: ignore[no-untyped-call]
-    engine.launch(step)
-    other = threading.Thread(target=take_turns)
-    other.start()
-    began_s, used_s = time.monotonic(), time.thread_time()
-
-    found = engine.read().slices
-
-    used_s, waited_s = time.thread_time() - used_s, time.monotonic() - began_s
-    has_ended.set()
-    other.join()
-    assert found == expected
-    assert waited_s > 0.2, "the device was not late"
-    assert used_s < waited_s / 10
-    assert num_turns > 20
 
 
 def test_tokens_do_not_depend_on_when_host_and_device_get_to_their_work(

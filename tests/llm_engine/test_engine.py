@@ -3,11 +3,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from llm_engine import load_progress
+from llm_engine.device_runner import DeviceRunner
 from llm_engine.engine import Engine
 from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.errors import InvalidLogits, NotEnoughMemory
@@ -366,3 +368,24 @@ def test_triton_and_torch_attention_agree_on_cuda(
     assert (logits[0] - exact).std() < tolerance * exact.std()
     if dtype == "float32":
         assert tokens[0] == tokens[1] == generate(reference, make_prompts(), chunk_size=7)
+
+
+def test_a_thread_sleeps_while_it_waits_for_a_step_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[dict[str, bool]] = []
+
+    class Event:
+        def __init__(self, **options: bool) -> None:
+            made.append(options)
+
+        def record(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    runner = object.__new__(DeviceRunner)
+    runner._storage = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
+
+    assert isinstance(runner._record_event(), Event)
+
+    assert made == [{"blocking": True}]
