@@ -1,12 +1,15 @@
 """Compiled grammars, and positions of texts in them: which tokens may come next.
 
 Counts, not times, bound a grammar: every host refuses it, or ends its text with an error, at the
-same place. The library releases the GIL while it works.
+same place. The library counts what all texts of a compiled grammar needed; a text that this stops
+is followed again from a newly compiled one. The library releases the GIL while it works.
 """
 
 import re
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import llguidance
 import numpy as np
@@ -23,6 +26,8 @@ from grammars.errors import GrammarTooComplex, InvalidConstraint, NotInGrammar
 from grammars.tool_calls import MARKERS, read_tool_calls
 from grammars.vocabulary import ModelTokens
 
+T = TypeVar("T")
+
 # One mask then takes at most about 100 ms, usually 0.01 to 0.2 ms.
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=500,
@@ -34,6 +39,7 @@ LIMITS = llguidance.LLParserLimits(
     verbose_errors=False,
 )
 MAX_REASON_CHARS = 500
+_DEAD_END = "no token can follow"
 _ECHO = re.compile(r"^\s*\d+ \| |^\s*\^\s*$|<non-verbose")  # lines that repeat the grammar
 _FORE_WORDS = re.compile(r"failed to compile JSON schema: |regex parse error: .* error: ")
 _WHOLE_REGEX = re.compile(r'invalid regex ".*" \(in regex\): ')
@@ -103,34 +109,85 @@ class Grammar:
         what = _WORDS[constraint.kind]
         is_calls = constraint.kind is ConstraintKind.TOOL_CALLS
         self._drawable = vocabulary.drawable_in_calls if is_calls else vocabulary.drawable
-        self._start = _compiled(lark_grammar(constraint, vocabulary.markers), vocabulary)
-        if self._start.is_error():
-            found = f"{what} that cannot be compiled: {_reason(self._start, constraint)}"
+        self._rules = lark_grammar(constraint, vocabulary.markers)
+        self._vocabulary = vocabulary
+        self._lock = threading.Lock()  # held while another start is made
+        self.start = _Start(_compiled(self._rules, vocabulary))
+        if self.start.state.is_error():
+            found = f"{what} that cannot be compiled: {_reason(self.start.state, constraint)}"
             if is_calls:
                 found = _blamed(constraint, vocabulary) or found
             raise InvalidConstraint(found, _ALLOWED[constraint.kind])
         try:
-            self.begin().allowed()
+            _allowed(self.start.state.deep_copy(), self._drawable)
         except GrammarTooComplex as error:
             found = f"{what} with which no answer can begin: {error.reason}"
             raise InvalidConstraint(found, "what some text can follow, and simpler") from None
 
     def begin(self) -> "Matcher":
         """Return the position of an empty text."""
-        return Matcher(self._start.deep_copy(), self._drawable)
+        return Matcher(self, self._drawable)
+
+    def again(self, spent: "_Start", follow: Callable[["_Start"], T]) -> T:
+        """Return the result for a text that a start could not follow, from another start.
+
+        Args:
+            spent: The start. It counts against its limits what all of its texts needed.
+            follow: Follows the whole text from the start that it is given.
+
+        Raises:
+            GrammarTooComplex: The text exceeds a limit by itself.
+        """
+        with self._lock:
+            if self.start is not spent:  # another text has met the same
+                try:
+                    return follow(self.start)
+                except GrammarTooComplex:
+                    pass
+            fresh = _Start(_compiled(self._rules, self._vocabulary))
+            result = follow(fresh)
+            self.start = fresh
+            return result
+
+
+class _Start:
+    """A compiled grammar before its texts. These share the states of its lexer, which only grow."""
+
+    def __init__(self, state: llguidance.LLMatcher) -> None:
+        self.state = state
+        self._num_texts = 0
+        self._lock = threading.Lock()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several texts began here."""
+        return self._num_texts > 1
+
+    def begin(self) -> llguidance.LLMatcher:
+        """Return the position of an empty text."""
+        with self._lock:
+            self._num_texts += 1
+        return self.state.deep_copy()
 
 
 class Matcher:
     """The position of a text in a grammar. Used by one thread at a time.
 
+    Whether the text can go on depends on it alone, not on the texts that share its start.
+
     Attributes:
         num_tokens: Length of the text.
     """
 
-    def __init__(self, state: llguidance.LLMatcher, drawable: TokenBits) -> None:
-        self._state = state
+    def __init__(self, grammar: Grammar, drawable: TokenBits) -> None:
+        self._grammar = grammar
         self._drawable = drawable
-        self.num_tokens = 0
+        self._token_ids: list[int] = []
+        self._begin(grammar.start)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Append tokens to the text.
@@ -140,13 +197,8 @@ class Matcher:
             GrammarTooComplex: The grammar exceeded a limit.
         """
         for token_id in token_ids:
-            if not self._state.consume_token(token_id):
-                reason = _reason(self._state)
-                if "doesn't satisfy" not in reason:
-                    raise GrammarTooComplex(reason)
-                found = f"one that token {self.num_tokens} of the answer does not follow"
-                raise NotInGrammar(found, "one that it follows")
-            self.num_tokens += 1
+            self._work(partial(self._consume, token_id, self.num_tokens))
+            self._token_ids.append(token_id)
 
     def allowed(self) -> TokenBits:
         """Return the tokens that may come next, at least one, newly allocated.
@@ -155,14 +207,37 @@ class Matcher:
             GrammarTooComplex: The grammar exceeded a limit, or no token of the vocabulary can
                 follow.
         """
-        bits = np.zeros_like(self._drawable)
-        self._state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        if self._state.is_error():
-            raise GrammarTooComplex(_reason(self._state))
-        bits &= self._drawable
-        if not bits.any():
-            raise GrammarTooComplex("no token can follow")
-        return bits
+        return self._work(lambda: _allowed(self._state, self._drawable))  # whichever it is then
+
+    def _begin(self, start: _Start) -> None:
+        self._start = start
+        self._state = start.begin()
+
+    def _consume(self, token_id: int, index: int) -> None:
+        """Append a token to the state: the one at an index of the text."""
+        if self._state.consume_token(token_id):
+            return
+        reason = _reason(self._state)
+        if "doesn't satisfy" not in reason:
+            raise GrammarTooComplex(reason)
+        found = f"one that token {index} of the answer does not follow"
+        raise NotInGrammar(found, "one that it follows")
+
+    def _work(self, work: Callable[[], T]) -> T:
+        """Return the result of work on the text, from another start if this one is used up."""
+
+        def follow(start: _Start) -> T:
+            self._begin(start)
+            for index, token_id in enumerate(self._token_ids):
+                self._consume(token_id, index)
+            return work()
+
+        try:
+            return work()
+        except GrammarTooComplex as error:
+            if error.reason == _DEAD_END or not self._start.is_shared:
+                raise
+        return self._grammar.again(self._start, follow)
 
 
 class _Tokens:
@@ -179,6 +254,18 @@ class _Tokens:
 
     def __call__(self, text: bytes) -> list[int]:
         raise NotImplementedError("no grammar here forces the tokenization of a text")
+
+
+def _allowed(state: llguidance.LLMatcher, drawable: TokenBits) -> TokenBits:
+    """Return the tokens that may come next; raises as Matcher.allowed does."""
+    bits = np.zeros_like(drawable)
+    state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+    if state.is_error():
+        raise GrammarTooComplex(_reason(state))
+    bits &= drawable
+    if not bits.any():
+        raise GrammarTooComplex(_DEAD_END)
+    return bits
 
 
 def _packed(tokens: np.ndarray[Any, np.dtype[np.bool_]]) -> TokenBits:
@@ -204,7 +291,7 @@ def _reason(state: llguidance.LLMatcher, constraint: Constraint | None = None) -
     The place in the grammar is kept only if the client wrote those lines.
     """
     if "NoExtension" in state.get_error():
-        return "no token can follow"
+        return _DEAD_END
     if _TOO_COMPLEX.search(state.get_error()):
         return "it is too complex"
     lines = [

@@ -163,6 +163,52 @@ def test_matchers_of_one_grammar_do_not_know_each_other() -> None:
     assert allowed(other) == {ord("2")}
 
 
+def random_names(count: int, num_chars: int) -> list[str]:
+    rng = random.Random(1)
+    return ["".join(rng.choices("abcdefghij", k=num_chars)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("as_schema", [False, True], ids=["choice", "schema"])
+def test_answers_do_not_use_up_the_grammar_of_later_ones(as_schema: bool) -> None:
+    names = random_names(1000, 60)
+    shared = Grammar(json_schema({"enum": names}) if as_schema else choice(*names), VOCABULARY)
+    early = shared.begin()
+    texts = [json.dumps(name) if as_schema else name for name in names]
+    early.accept(texts[0][:30].encode())
+
+    for text in texts:
+        matcher = shared.begin()
+        for byte in text.encode():
+            assert byte in allowed(matcher)
+            matcher.accept([byte])
+        assert END in allowed(matcher)
+    assert allowed(early) == {texts[0].encode()[30]}, "what began earlier has lost its place"
+    early.accept(texts[0][30:].encode())
+    assert END in allowed(early)
+
+
+def test_a_text_that_takes_too_much_by_itself_ends_in_the_same_place_after_any_others() -> None:
+    expression = regex(".*(a|b.).{14}")
+    rng = random.Random(2)
+    texts = [bytes(rng.choices(b"abc", k=3000)) for _ in range(3)]
+
+    def follow(text: bytes, matcher: Matcher) -> None:
+        for byte in text:
+            matcher.allowed()
+            matcher.accept([byte])
+
+    def end_of(text: bytes, grammar: Grammar) -> int:
+        matcher = grammar.begin()
+        with pytest.raises(GrammarTooComplex):
+            follow(text, matcher)
+        return matcher.num_tokens
+
+    shared = Grammar(expression, VOCABULARY)
+    together = [end_of(text, shared) for text in texts]
+
+    assert together == [end_of(text, Grammar(expression, VOCABULARY)) for text in texts]
+
+
 @pytest.mark.parametrize("tokens", [b"x", b"ac", [SPECIAL], [END], [len(PADDED) - 1]])
 def test_tokens_outside_the_grammar_are_told(tokens: list[int]) -> None:
     matcher = start(choice("ab", "abc"))
