@@ -14,10 +14,9 @@ from decode_worker.request import Choice, Request
 from grammars.bits import TokenBits
 from grammars.errors import GrammarError
 from grammars.store import Grammars
-from kv_transfer.driver import RunBlocking
 from observability.logs import fields
-from worker.background import BackgroundTasks
 from worker.errors import InternalError, WorkerError
+from worker.grammar_threads import GrammarThreads
 from worker.sampling_check import constraint_refusal
 from worker.wake import Wake
 
@@ -25,12 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 class TokenMasks:
-    """Owns the masks of all choices and the tasks that compute them.
+    """Owns the masks of all choices.
 
     Args:
         grammars: The grammars of the model.
-        run_blocking: Runs work of about 0.1 ms, at worst a tenth of a second, off the loop.
-        tasks: Own the work.
+        threads: Where they are worked on.
         wake: Set when a choice can go on.
         on_failure: Ends a request whose text cannot be followed further.
     """
@@ -39,63 +37,58 @@ class TokenMasks:
         self,
         grammars: Grammars,
         *,
-        run_blocking: RunBlocking,
-        tasks: BackgroundTasks,
+        threads: GrammarThreads,
         wake: Wake,
         on_failure: Callable[[Request, WorkerError], None],
     ) -> None:
         self._grammars = grammars
-        self._run_blocking = run_blocking
-        self._tasks = tasks
+        self._threads = threads
         self._wake = wake
         self._on_failure = on_failure
         self._busy: set[Choice] = set()
 
     def follow(self, choices: Sequence[Choice]) -> None:
         """Begin to compute the masks of choices that are new or have new tokens."""
-        due = [choice for choice in choices if choice not in self._busy]
-        if due:
-            self._busy.update(due)
-            self._tasks.start(self._follow(due), name="masks")
+        for choice in choices:
+            if choice not in self._busy:
+                self._busy.add(choice)
+                self._follow(choice)
 
-    async def _follow(self, choices: Sequence[Choice]) -> None:
+    def _follow(self, choice: Choice) -> None:
+        text = _Text(choice)
+        self._threads.add(text.salt, partial(self._match, text), partial(self._followed, text))
+
+    def _match(self, text: "_Text") -> None:
+        if text.choice.is_ended:
+            return
         try:
-            while choices:  # again for choices that got a token meanwhile, as from a prefill worker
-                texts = [_Text(choice) for choice in choices]
-                await self._run_blocking(partial(self._match_all, texts))
-                choices = [text.choice for text in texts if not self._settle(text)]
-        except Exception:
-            # A bug: the masks of these texts are unknown from now on, so their requests end.
-            requests = dict.fromkeys(choice.request for choice in choices)
-            ids = ",".join(request.request_id for request in requests)
-            logger.exception("masks_crashed", extra=fields(request_ids=ids))
-            for request in requests:
-                self._on_failure(request, InternalError())
-        finally:
-            self._busy.difference_update(choices)
-            self._wake.set()
+            matcher = text.matcher or self._grammars.begin(text.constraint, text.salt)
+            matcher.accept(text.output[matcher.num_tokens :])
+            text.matcher, text.allowed = matcher, matcher.allowed()
+        except GrammarError as error:
+            text.error = error
 
-    def _match_all(self, texts: "Sequence[_Text]") -> None:
-        for text in texts:
-            try:
-                matcher = text.matcher or self._grammars.begin(text.constraint, text.salt)
-                matcher.accept(text.output[matcher.num_tokens :])
-                text.matcher, text.allowed = matcher, matcher.allowed()
-            except GrammarError as error:
-                text.error = error
+    def _followed(self, text: "_Text", bug: Exception | None) -> None:
+        """Take over the result; follow again if the choice got a token meanwhile.
 
-    def _settle(self, text: "_Text") -> bool:
-        """Take over the results; return whether no work is left."""
-        choice = text.choice
+        So do choices whose first token came from a prefill worker.
+        """
+        choice, request = text.choice, text.choice.request
         choice.matcher = text.matcher
-        if not choice.is_ended and text.error is not None:
+        if bug is not None:  # the text's masks are unknown from now on
+            if not choice.is_ended:
+                told = fields(request_id=request.request_id)
+                logger.error("masks_crashed", exc_info=bug, extra=told)
+                self._on_failure(request, InternalError())
+        elif not choice.is_ended and text.error is not None:
             refusal = constraint_refusal(text.constraint, text.error)
-            self._on_failure(choice.request, InvalidRequest(refusal))
+            self._on_failure(request, InvalidRequest(refusal))
         elif not choice.is_ended and len(text.output) < len(choice.output):
-            return False
-        self._busy.discard(choice)
+            self._follow(choice)
+            return
         choice.allowed = text.allowed
-        return True
+        self._busy.discard(choice)
+        self._wake.set()
 
 
 class _Text:

@@ -21,6 +21,7 @@ from observability.logs import fields
 from observability.tracing import begin_part
 from worker.context import WorkerContext
 from worker.errors import EngineFailed, PassFailed, TimedOut, WorkerError
+from worker.grammar_threads import GrammarThreads
 from worker.identity import WorkerIdentity
 
 logger = logging.getLogger(__name__)
@@ -90,8 +91,7 @@ class DecodeWorker:
         )
         self._masks = TokenMasks(
             context.grammars,
-            run_blocking=run_blocking,
-            tasks=context.tasks,
+            threads=GrammarThreads(run_blocking, context.tasks),
             wake=context.wake,
             on_failure=self.failed,
         )

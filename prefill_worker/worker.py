@@ -32,6 +32,7 @@ from prefill_worker.step_plan import StepPlan
 from prefill_worker.wire import PrefillEnd, PrefillFailure, PrefillStart
 from worker.context import WorkerContext
 from worker.errors import InternalError, Overloaded, WorkerError
+from worker.grammar_threads import GrammarThreads
 from worker.sampling_check import constraint_refusal
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class PrefillWorker:
         self._context = context
         self._config = config
         self._run_blocking = run_blocking
+        self._grammar_threads = GrammarThreads(run_blocking, context.tasks)
         self._accepted = AcceptedConnections(
             context.transports,
             # After the receiver, so that none of its requests meets a connection that is gone.
@@ -236,7 +238,7 @@ class PrefillWorker:
             return matcher.allowed()
 
         try:
-            prompt.allowed = await self._run_blocking(allowed)
+            prompt.allowed = await self._grammar_threads.run(prompt.salt, allowed)
         except GrammarError as error:
             raise InvalidPrompt(constraint_refusal(constraint, error)) from None
         except Exception:

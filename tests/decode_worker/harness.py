@@ -10,6 +10,7 @@ from credentials.channel import ProvenChannel
 from credentials.cluster import ClusterCredentials
 from credentials.gate import ServerGate
 from decode_worker.config import DecodeConfig
+from kv_transfer.driver import RunBlocking
 from llm_engine.sampling import SamplingParams
 from pagewire.protos import common_pb2, worker_pb2, worker_pb2_grpc
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
@@ -90,6 +91,7 @@ class WorkerCluster:
     prefills: list[RunningWorker] = field(default_factory=list)
     channels: list[MemoryChannel] = field(default_factory=list)  # of the decode worker
     decode: RunningWorker = field(init=False)
+    run_blocking: RunBlocking = run_inline
     router: ClusterCredentials = field(default_factory=lambda: credentials_of("router", "router-0"))
 
     async def start(self) -> "WorkerCluster":
@@ -198,7 +200,10 @@ class WorkerCluster:
                 transports=[transport],
             )
             worker = host_of(
-                context, rng=rng, connect_channel=self._connect_channel, run_blocking=run_inline
+                context,
+                rng=rng,
+                connect_channel=self._connect_channel,
+                run_blocking=self.run_blocking,
             )
             worker.register(server)
         await process.spawn(server.start())

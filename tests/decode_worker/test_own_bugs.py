@@ -15,6 +15,7 @@ from decode_worker.scheduler import Scheduler
 from grammars.constraint import Constraint, ConstraintKind
 from grammars.store import Grammars
 from kv_transfer import receiver
+from kv_transfer.driver import RunBlocking
 from kv_transfer.messages import ChunkPosted
 from kv_transfer.protocol import PagesDigested
 from kv_transfer.receiver_protocol import ReceiveDone, ReceiverEvent, ReceiverState, step
@@ -23,8 +24,10 @@ from llm_engine.sampling import SamplingParams
 from prefill_worker.attempt import Attempt
 from tests.decode_worker.harness import ScriptedRouter, WorkerCluster, prompt_of, run
 from tests.support.log_records import logged
-from tests.support.virtual_time import run_virtual, wait_until
+from tests.support.virtual_time import run_inline, run_virtual, wait_until
 from worker.background import BackgroundTasks
+from worker.errors import WorkerError
+from worker.grammar_threads import GrammarThreads
 from worker.wake import Wake
 
 SOON_S = 5.0  # long before any deadline of a transfer
@@ -96,8 +99,9 @@ def test_a_bug_costs_at_most_the_request_that_meets_it_and_no_page(
     assert any("planted" in str(vars(record)) for record in caplog.records), "nothing was logged"
 
 
+@pytest.mark.parametrize("run_blocking", [run_inline, raises_later], ids=["of one", "of all"])
 def test_a_bug_in_masks_ends_the_requests_whose_texts_it_lost(
-    caplog: pytest.LogCaptureFixture,
+    run_blocking: RunBlocking, caplog: pytest.LogCaptureFixture
 ) -> None:
     def request(request_id: str) -> Request:
         params = SamplingParams(constraint=Constraint(kind=ConstraintKind.REGEX, text="x+"))
@@ -108,12 +112,17 @@ def test_a_bug_in_masks_ends_the_requests_whose_texts_it_lost(
     async def main() -> None:
         ended: list[Request] = []
         tasks = BackgroundTasks()
+
+        def end(request: Request, _: WorkerError) -> None:
+            ended.append(request)
+            for choice in request.choices:
+                choice.is_ended = True
+
         masks = TokenMasks(
             Grammars(raises, end_token_ids=()),
-            run_blocking=raises_later,
-            tasks=tasks,
+            threads=GrammarThreads(run_blocking, tasks),
             wake=Wake(),
-            on_failure=lambda each, _: ended.append(each),
+            on_failure=end,
         )
         requests = [request("r0"), request("r1")]
         masks.follow([choice for each in requests for choice in each.choices])
@@ -121,7 +130,7 @@ def test_a_bug_in_masks_ends_the_requests_whose_texts_it_lost(
         assert ended == requests
 
     run_virtual(main())
-    assert logged("masks_crashed", caplog) == [{"request_ids": "r0,r1"}]
+    assert logged("masks_crashed", caplog) == [{"request_id": "r0"}, {"request_id": "r1"}]
 
 
 @pytest.mark.parametrize("is_prefill", [False, True])

@@ -1,0 +1,136 @@
+"""Work on grammars, in a few of the worker's threads, at which tenants take turns.
+
+To compile a grammar may take most of a second, and a mask a tenth of one. In all threads at once,
+such work would delay the digests and copies of pages; in one line, that of other tenants.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from kv_transfer.driver import RunBlocking
+from worker.background import BackgroundTasks
+
+MAX_RUNNING = 4  # threads; asyncio has five or more
+TURN_S = 0.005  # of a thread; pieces that it has not begun by then wait for the next turn
+MAX_PIECES = 256  # of a turn, as many as a batch usually has choices
+
+T = TypeVar("T")
+Then = Callable[[Exception | None], None]
+
+
+class _Piece(NamedTuple):
+    salt: bytes
+    work: Callable[[], None]
+    then: Then
+
+
+class GrammarThreads:
+    """Runs pieces of work, in turns of a few milliseconds; salts alternate, each in its own order.
+
+    Args:
+        run_blocking: Runs a turn in a thread.
+        tasks: Own the turns.
+    """
+
+    def __init__(self, run_blocking: RunBlocking, tasks: BackgroundTasks) -> None:
+        self._run_blocking = run_blocking
+        self._tasks = tasks
+        self._waiting: dict[bytes, deque[_Piece]] = {}  # salt |-> its pieces, never none
+        self._num_running = 0
+        self._is_starting = False  # one of these will take what was added meanwhile
+        self._is_slow = False  # the last turn took all its time: threads share what waits
+
+    def add(self, salt: bytes, work: Callable[[], None], then: Then) -> None:
+        """Have a piece of work done.
+
+        Args:
+            salt: Of the tenant's cache.
+            work: Runs in a thread.
+            then: Called in the event loop, with the error that the work raised; must not raise.
+        """
+        self._waiting.setdefault(salt, deque()).append(_Piece(salt, work, then))
+        if self._num_running < MAX_RUNNING and not self._is_starting:
+            self._start_thread()
+
+    async def run(self, salt: bytes, work: Callable[[], T]) -> T:
+        """Return the result of a piece of work; raises what it raises."""
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        found: list[T] = []
+
+        def then(error: Exception | None) -> None:
+            if result.done():  # its caller has left
+                return
+            if error is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(found[0])
+
+        self.add(salt, lambda: found.append(work()), then)
+        return await result
+
+    def _start_thread(self) -> None:
+        self._num_running += 1
+        self._is_starting = True
+        self._tasks.start(self._run_turns(), name="grammars")
+
+    async def _run_turns(self) -> None:
+        clock = asyncio.get_running_loop().time
+        self._is_starting = False
+        try:
+            while pieces := self._take():
+                errors: list[Exception | None] = []
+                begun_at = clock()
+                try:
+                    await self._run_blocking(lambda: _work(pieces, errors, clock))  # noqa: B023
+                except Exception as error:  # no thread could begin
+                    errors = [error] * len(pieces)
+                self._is_slow = clock() >= begun_at + TURN_S
+                if len(errors) < len(pieces):
+                    self._put_back(pieces[len(errors) :])
+                    while self._num_running < MAX_RUNNING:
+                        self._start_thread()
+                for piece, found in zip(pieces, errors, strict=False):
+                    piece.then(found)
+        finally:
+            self._num_running -= 1
+
+    def _take(self) -> list[_Piece]:
+        """Take the pieces of a turn: one of each salt, then the next of each."""
+        most = MAX_PIECES
+        if self._is_slow:
+            most = min(most, -(-sum(map(len, self._waiting.values())) // MAX_RUNNING))
+        pieces: list[_Piece] = []
+        while self._waiting and len(pieces) < most:
+            salt = next(iter(self._waiting))
+            line = self._waiting.pop(salt)
+            pieces.append(line.popleft())
+            if line:
+                self._waiting[salt] = line  # as the last
+        return pieces
+
+    def _put_back(self, pieces: list[_Piece]) -> None:
+        """Have pieces that were not begun done first."""
+        lines: dict[bytes, deque[_Piece]] = {}
+        for piece in pieces:
+            lines.setdefault(piece.salt, deque()).append(piece)
+        for salt, line in lines.items():
+            later = self._waiting.pop(salt, deque())
+            later.extendleft(reversed(line))
+            lines[salt] = later
+        self._waiting = lines | self._waiting
+
+
+def _work(pieces: list[_Piece], errors: list[Exception | None], clock: Callable[[], float]) -> None:
+    """Work on pieces until the turn is over, at least on one; append the error of each."""
+    end = clock() + TURN_S
+    for piece in pieces:
+        try:
+            piece.work()
+        except Exception as error:  # a bug in one piece must not lose the others
+            errors.append(error)
+        else:
+            errors.append(None)
+        if clock() >= end:
+            return
