@@ -1,3 +1,7 @@
+"""A stop string ends the text before it, however the text is cut, and costs little."""
+
+import time
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +31,7 @@ def naive(stop: list[str], text: str) -> tuple[str, str]:
 
 @settings(max_examples=500)
 @given(
-    st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=4),
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=8), max_size=4),
     st.lists(st.text(alphabet="abc", max_size=5), max_size=12),
 )
 def test_the_result_is_that_of_looking_at_the_whole_text(
@@ -66,3 +70,14 @@ def test_text_that_only_looked_like_a_stop_string_comes_later() -> None:
 
     assert stop_strings.push("a##").text == "a"
     assert stop_strings.push("b").text == "##b"
+
+
+def test_stop_strings_that_nearly_come_take_no_longer_than_others() -> None:
+    near = ["a" * 1023 + "b", *("b" + "a" * 1022 + chr(ord("c") + i) for i in range(15))]
+    stop = StopStrings(near)
+    begun_at = time.process_time()
+
+    text = "".join(stop.push("a").text for _ in range(5000)) + stop.finish()
+
+    assert text == "a" * 5000
+    assert time.process_time() - begun_at < 2, "0.4 ms a token, of which a router has thousands"
