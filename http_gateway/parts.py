@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+# Of a run that templates may drop: each further token of the run would cost a look at all of it.
+MAX_BLANKS = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
@@ -54,3 +57,14 @@ def held(text: str, marker: str) -> int:
         if text.endswith(marker[:length]):
             return length
     return 0
+
+
+def without_end(text: str, blanks: str | None = None) -> str:
+    """Return `text` without the blanks at its end, at most MAX_BLANKS of them.
+
+    Args:
+        text: Any text.
+        blanks: The characters that count; None: all white space.
+    """
+    end = text[-MAX_BLANKS:]
+    return text[: len(text) - len(end)] + end.rstrip(blanks)

@@ -2,7 +2,15 @@
 
 from enum import Enum, auto
 
-from http_gateway.parts import Content, Part, PartReader, Reasoning, held
+from http_gateway.parts import (
+    MAX_BLANKS,
+    Content,
+    Part,
+    PartReader,
+    Reasoning,
+    held,
+    without_end,
+)
 
 BEGIN, END = "<think>", "</think>"
 
@@ -63,17 +71,18 @@ class ReasoningReader:
         """Return the text that was held back."""
         parts: list[Part] = []
         if self._state is _State.REASONING or self._is_begun:
-            parts += self._reasoning(self._take().rstrip("\n"))
+            parts += self._reasoning(without_end(self._take(), "\n"))
         elif text := self._take():
             parts += self._rest(text)
         return parts + (self._answer.finish() if self._answer else [])
 
     def _begin(self) -> None:
         text = self._text.lstrip()
-        if text.startswith(BEGIN):
+        num_blanks = len(self._text) - len(text)
+        if text.startswith(BEGIN) and num_blanks <= MAX_BLANKS:
             self._text = text[len(BEGIN) :]
             self._state = _State.REASONING
-        elif not BEGIN.startswith(text):
+        elif not BEGIN.startswith(text) or num_blanks > MAX_BLANKS:
             self._state = _State.REASONING if self._is_begun else _State.ANSWER
         if self._state is not _State.BEGINNING:
             self._is_begun = False
@@ -84,8 +93,8 @@ class ReasoningReader:
         reasoning, end, rest = self._text.partition(END)
         if end:
             self._text, self._state = rest, _State.GAP
-            return self._reasoning(reasoning.rstrip("\n"))
-        certain = reasoning[: len(reasoning) - held(reasoning, END)].rstrip("\n")
+            return self._reasoning(without_end(reasoning, "\n"))
+        certain = without_end(reasoning[: len(reasoning) - held(reasoning, END)], "\n")
         self._text = reasoning[len(certain) :]
         return self._reasoning(certain)
 

@@ -30,7 +30,7 @@ class HermesReader(MarkedReader):
         return True
 
     def _end_call(self, parts: list[Part]) -> bool:
-        text = self._text.lstrip()
+        self._text = text = self._text.lstrip()
         if not text.startswith(END) and END.startswith(text):
             return False
         self._go_on_with_content(text.removeprefix(END))

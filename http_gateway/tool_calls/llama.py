@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 
-from http_gateway.parts import Content, Part
+from http_gateway.parts import MAX_BLANKS, Content, Part
 from http_gateway.tool_calls.reader import CallReader
 
 PYTHON_TAG = "<|python_tag|>"
@@ -32,6 +32,9 @@ class LlamaReader(CallReader):
 
     def _begin(self, parts: list[Part]) -> bool:
         text = self._text.lstrip()
+        if len(self._text) - len(text) > MAX_BLANKS:
+            self._step = self._read_content
+            return True
         if text.startswith(PYTHON_TAG):
             self._text = text = text[len(PYTHON_TAG) :].lstrip()
         if PYTHON_TAG.startswith(text):  # or nothing has come yet

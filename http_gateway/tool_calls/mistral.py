@@ -7,7 +7,7 @@
 import re
 from collections.abc import Callable
 
-from http_gateway.parts import CallBegins, Part
+from http_gateway.parts import MAX_BLANKS, CallBegins, Part
 from http_gateway.tool_calls.json_call import ArgumentsReader
 from http_gateway.tool_calls.reader import MarkedReader
 
@@ -30,7 +30,9 @@ class MistralReader(MarkedReader):
 
     def _open(self, parts: list[Part]) -> bool:
         text = self._text.lstrip()
-        if text.startswith("["):
+        if len(self._text) - len(text) > MAX_BLANKS:
+            self._read_as_content(parts)
+        elif text.startswith("["):
             self._text, self._step, self._is_in_array = text[1:], self._read_array, True
         elif text.startswith("{"):
             self._text, self._step, self._is_in_array = text, self._read_call, False
@@ -39,11 +41,14 @@ class MistralReader(MarkedReader):
             self._arguments = ArgumentsReader(self._num_calls)
             self._text, self._step = text[named.end() :], self._read_arguments
         elif len(text) > _MAX_NAME_CHARS:
-            parts += self._content(self._gap + MARKER)
-            self._step = self._begin
+            self._read_as_content(parts)
         else:
             return False
         return True
+
+    def _read_as_content(self, parts: list[Part]) -> None:
+        parts += self._content(self._gap + MARKER)
+        self._step = self._begin
 
     def _read_array(self, parts: list[Part]) -> bool:
         text = self._text = self._text.lstrip(" \n\t,")

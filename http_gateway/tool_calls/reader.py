@@ -7,7 +7,7 @@ whether another step may follow at once.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from http_gateway.parts import Content, Part, held
+from http_gateway.parts import Content, Part, held, without_end
 from http_gateway.tool_calls.json_call import JsonCall, NoCall
 
 Step = Callable[[list[Part]], bool]
@@ -112,7 +112,7 @@ class MarkedReader(CallReader):
     def _begin(self, parts: list[Part]) -> bool:
         content, marker, rest = self._text.partition(self._marker)
         undecided = 0 if marker else held(content, self._marker)
-        certain = content[: len(content) - undecided].rstrip()
+        certain = without_end(content[: len(content) - undecided])
         parts += self._content(certain)
         if not marker:
             self._text = content[len(certain) :]

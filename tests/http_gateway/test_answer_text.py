@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from itertools import pairwise
 
 import pytest
@@ -258,6 +259,60 @@ def test_long_arguments_take_time_in_proportion():
     _, content, calls = read(text, "hermes", cuts=range(0, len(text), 50))
 
     assert (content, calls) == ("", [("f", arguments)])
+
+
+BEFORE_BLANKS = {
+    "content": ("hermes", "x"),
+    "a marker": ("hermes", "<tool_call>"),
+    "a call": ("hermes", '<tool_call>{"name": "f", "arguments": {}}'),
+    "the beginning": ("llama3_json", ""),
+    "a name": ("mistral", "[TOOL_CALLS]"),
+    "reasoning": (None, "<think>x"),
+    "an answer": (None, "<think>x</think>"),
+}
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize("blank", [" ", "\n"])
+@pytest.mark.parametrize("name", BEFORE_BLANKS)
+def test_long_runs_of_blanks_take_time_in_proportion(name, blank):
+    kind, before = BEFORE_BLANKS[name]
+    tools = TOOLS if kind else ()
+    reader = AnswerText(
+        model(kind, has_reasoning=kind is None),
+        begins_in_reasoning=False,
+        tools=tools,
+        is_parallel=True,
+    )
+    reader.push(before)
+    begun_at = time.process_time()
+
+    for _ in range(8000):
+        reader.push(80 * blank)
+
+    assert time.process_time() - begun_at < 0.8, "0.1 ms a token"
+
+
+@pytest.mark.parametrize("num_blanks", [999, 1000, 1001, 5000])
+@pytest.mark.parametrize(
+    ("kind", "begins", "text"),
+    [
+        ("hermes", False, f"x~{CALL}~y"),
+        ("hermes", False, f"~{CALL}~{CALL}"),
+        ("llama3_json", False, '~{"name": "f", "parameters": {}}~'),
+        ("mistral", False, '[TOOL_CALLS]~f[ARGS]{"a": 1}~'),
+        ("mistral", False, '[TOOL_CALLS]~[{"name": "f", "arguments": {}}]~'),
+        (None, False, "~<think>x~</think>y"),
+        (None, True, "~x~</think>y"),
+    ],
+)
+def test_no_cut_changes_how_long_runs_of_blanks_are_read(kind, begins, text, num_blanks):
+    text = text.replace("~", num_blanks * "\n")
+    how = {"tools": TOOLS if kind else (), "begins": begins, "reasoning": kind is None}
+    whole = read(text, kind, **how)
+
+    for step in (1, 7, 700):
+        assert read(text, kind, cuts=range(step, len(text), step), **how) == whole
 
 
 def test_without_parallel_calls_only_the_first_one_counts():
