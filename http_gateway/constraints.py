@@ -67,7 +67,7 @@ def _format(fields: Fields, schema_fields: Callable[[Fields], Fields]) -> list[F
 
 
 def _only(found: list[Found], names: dict[str, str]) -> Constraint | None:
-    given = [each for each in found if each[2] is not None and each[2] is not False]
+    given = [each for each in found if each[2] is not None and not _is_off(*each)]
     if not given:
         return None
     name, kind, value = given[0]
@@ -75,3 +75,8 @@ def _only(found: list[Found], names: dict[str, str]) -> Constraint | None:
         raise refused(given[1][0], shown(given[1][2]), f"absent with {name}")
     names["constraint"] = names[f"constraint.{kind}"] = name
     return cast(Constraint, {kind: value})
+
+
+def _is_off(_: str, kind: str, value: Any) -> bool:
+    """Return whether a flag is false, as vLLM sends it; as a schema, false permits no answer."""
+    return kind == "json_object" and value is False

@@ -110,6 +110,10 @@ def test_the_official_client_parses_answers_into_classes(
     [
         (asked({"uniqueItems": True}), "response_format.json_schema.schema", "uniqueItems"),
         (asked([]), "response_format.json_schema.schema", "mapping"),
+        (asked(False), "response_format.json_schema.schema", "schema is false"),
+        ({"guided_json": False}, "guided_json", "schema is false"),
+        ({"structured_outputs": {"json": False}}, "structured_outputs.json", "schema is false"),
+        ({"guided_regex": False}, "guided_regex", "bool"),
         ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "cannot be read"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "absent with"),
