@@ -10,7 +10,6 @@ from pagewire.routers import Connector, Routers, closed
 
 log = logging.getLogger(__name__)
 
-RESTART_S = 15.0  # for a router's streams to end, and for its next start
 FindRouters = Callable[[], Awaitable[Sequence[str]]]  # returns addresses, host:port
 
 
@@ -23,7 +22,7 @@ class FoundRouters(Routers):
     """
 
     def __init__(self, find: FindRouters, connector: Connector) -> None:
-        super().__init__((), connector, connector.explain, restart_s=RESTART_S)
+        super().__init__((), connector, connector.explain)
         self._find = find
         self._looking: asyncio.Task[None] | None = None  # the latest look
         self._has_answered = False  # since the last loss

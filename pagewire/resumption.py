@@ -27,7 +27,7 @@ from pagewire.errors import (
 )
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import pack_token_ids, token_array
-from pagewire.routers import FIRST_PAUSE_S, LONGEST_PAUSE_S, Routers
+from pagewire.routers import FIRST_PAUSE_S, LONGEST_PAUSE_S, Routers, pause_within
 from pagewire.wire import AnswerPart, CallFailure, FailureWithin, NextToken, timed_out
 
 MAX_LOSSES = 16  # of routers, during one call
@@ -231,8 +231,9 @@ class ResumableCall:
         patience_s = self._resume_s if self._received else min(self._begin_s, self._resume_s)
         can_go_on = bool(self._token) or not self._received
         ends_at = min(self._lost_at + patience_s, self._deadline)
-        pause_s = max(self._pause_s, failure.retry_after_s)
-        if not can_go_on or self._num_losses > MAX_LOSSES or now + pause_s >= ends_at:
+        pause_s = pause_within(self._lost_at + patience_s - now, self._pause_s, failure)
+        is_given_up = not can_go_on or self._num_losses > MAX_LOSSES
+        if is_given_up or pause_s is None or now + pause_s >= self._deadline:
             self._end(self._lost)
             return
         if is_new and self._received and self._on_router_lost:

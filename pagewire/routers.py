@@ -22,6 +22,7 @@ from pagewire.wire import CallFailure, failure_from
 
 BEGIN_S = 1.0  # for a call that has not begun
 RESTART_S = 5.0  # the same, while a router that has served may be starting again
+STOPPING_S = 15.0  # the same, while a router that stops gives others time to end, and starts again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two calls; each pause doubles
 MOST_IDLE_STREAMS = 64  # of idle callers, at each router
 
@@ -122,7 +123,6 @@ class Routers:
         explain: Finds a better error, given that of a call that reached no router, and the address.
         token: Identifies the tenant of a client's calls; empty: none.
         patience_s: How long `call` keeps trying; 0: it tries each address once.
-        restart_s: How long a generate call that a stopping router has refused keeps trying.
 
     Attributes:
         has_served: One of them has begun an answer, so the addresses are right.
@@ -136,7 +136,6 @@ class Routers:
         token: str = "",
         *,
         patience_s: float = 0.0,
-        restart_s: float = RESTART_S,
     ) -> None:
         self.addresses = addresses
         self.has_served = False
@@ -145,7 +144,6 @@ class Routers:
         self.is_closed = False
         self._channel_factory = channel_factory
         self._patience_s = patience_s
-        self._restart_s = restart_s
         self._current = 0
         self._connections: dict[str, _Connection] = {}  # by address
         self._streams: set[CallStream] = set()  # including those with only older calls
@@ -169,7 +167,7 @@ class Routers:
         Where no router has ever served, the address may be wrong, which its caller should hear.
         """
         if failure.is_stopping:
-            return self._restart_s
+            return STOPPING_S
         return RESTART_S if failure.is_router_lost and self.has_served else BEGIN_S
 
     async def call(
@@ -190,7 +188,7 @@ class Routers:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        ends_at = min(loop.time() + self._patience_s, deadline)
+        ends_at = loop.time() + self._patience_s
         pause_s = FIRST_PAUSE_S
         while True:
             failure = await self._call_each(
@@ -198,12 +196,14 @@ class Routers:
             )
             if not isinstance(failure, CallFailure):
                 return failure
-            pause_s = max(pause_s, failure.retry_after_s)
+            now = loop.time()
+            next_s = pause_within(ends_at - now, pause_s, failure)
             # Retrying does not fix TLS.
-            if isinstance(failure.error, TlsError) or loop.time() + pause_s >= ends_at:
+            is_barred = isinstance(failure.error, TlsError)
+            if is_barred or next_s is None or now + next_s >= deadline:
                 raise failure.error
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            await asyncio.sleep(next_s)
+            pause_s = min(2 * next_s, LONGEST_PAUSE_S)
 
     async def _call_each(
         self,
@@ -338,6 +338,18 @@ class Routers:
             self._connections[address] = _Connection(channel, stub)
             self._loop = loop
         return self._connections[address]
+
+
+def pause_within(left_s: float, pause_s: float, failure: CallFailure) -> float | None:
+    """Return the seconds to wait before the next call, the last at the end; None: it is too late.
+
+    Args:
+        left_s: The time within which another call may start.
+        pause_s: The time to wait, unless less is left, or the router advises more.
+        failure: That of the latest call.
+    """
+    pause_s = max(min(pause_s, left_s), FIRST_PAUSE_S, failure.retry_after_s)
+    return pause_s if pause_s <= left_s else None
 
 
 async def no_better(error: PagewireError, _: str) -> PagewireError:

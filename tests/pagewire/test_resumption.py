@@ -9,9 +9,12 @@ import pytest
 from google.rpc import error_details_pb2
 
 import pagewire
+from cluster.config import ClusterConfig
 from pagewire import AsyncClient, Client
 from pagewire.protos import common_pb2
 from pagewire.protos.token_ids import unpack_token_ids
+from pagewire.routers import RESTART_S, Routers, no_better
+from pagewire.wire import CallFailure
 from tests.pagewire.scripted_service import (
     abort,
     response,
@@ -184,7 +187,28 @@ def test_a_call_that_a_router_cannot_serve_yet_is_made_again_after_growing_pause
     assert seen[2] - seen[1] >= 0.19
 
 
-@pytest.mark.parametrize(("advice", "calls"), [((), range(3, 5)), ((retry_after(2),), [1])])
+def test_the_last_call_is_made_at_the_end_of_the_second():
+    seen = []
+
+    async def script(request, context):
+        seen.append(time.monotonic())
+        if seen[-1] < seen[0] + 0.85:
+            await abort(context, grpc.StatusCode.UNAVAILABLE, "no decode worker", NO_WORKER)
+        yield response("a", [1], finish_reason=LENGTH, usage=usage())
+
+    with serving_in_thread(script) as (address, _), Client(address) as client:
+        assert client.generate("p").text == "a"
+
+
+def test_a_router_that_stops_is_waited_for_until_its_next_start():
+    stopping = CallFailure(pagewire.UnavailableError("", code=""), is_stopping=True)
+    known = Routers(["a:1"], lambda _: None, no_better)
+
+    grace_s = ClusterConfig().stop_grace_s
+    assert known.begin_s(stopping) >= grace_s + RESTART_S
+
+
+@pytest.mark.parametrize(("advice", "calls"), [((), range(3, 6)), ((retry_after(2),), [1])])
 def test_no_call_is_made_again_beyond_a_second_or_before_the_router_says(advice, calls):
     seen = []
     with (
