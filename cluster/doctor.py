@@ -135,7 +135,8 @@ def check_nccl(facts: HostFacts) -> Finding:
         if wheels:
             remedy = "harmless without GPUs"
             return Finding(check="nccl", level="ok", found=found, remedy=remedy)
-        return Finding(check="nccl", level="ok", found="not needed: torch is a CPU build")
+        reason = "torch cannot be imported" if facts.torch_error else "torch is a CPU build"
+        return Finding(check="nccl", level="ok", found=f"not needed: {reason}")
     wanted = f"nvidia-nccl-cu{facts.torch_cuda.split('.')[0]}"
     if len(wheels) > 1:
         return Finding(

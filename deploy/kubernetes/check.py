@@ -48,6 +48,7 @@ FIELDS = {
     "configMapGenerator": _GENERATOR,
     "secretGenerator": f"{_GENERATOR} type",
 }
+BEHAVIORS = ("create", "merge", "replace")  # of a generator's object; without one: create
 
 
 def main(words: list[str]) -> int:
@@ -95,6 +96,11 @@ def written_faults(folder: Path) -> Iterator[str]:
             elif found.is_dir():
                 yield from written_faults(found)
     paths = [each.get("path") for each in content.get("patches") or []]
+    for section in ("configMapGenerator", "secretGenerator"):
+        for generator in content.get(section) or []:
+            if (found := generator.get("behavior", BEHAVIORS[0])) not in BEHAVIORS:
+                allowed = _among(BEHAVIORS, str(found))
+                yield f"{file}: {section}.behavior: found {found!r}; allowed: {allowed}"
     for generator in content.get("configMapGenerator") or []:
         paths += [each.rpartition("=")[2] for each in generator.get("files") or []]
     for value in filter(None, paths):

@@ -281,6 +281,12 @@ def test_a_folder_that_cannot_be_served_is_found(tmp_path):
     assert "config.json" in finding.found
 
 
+def test_nothing_is_told_of_a_torch_that_cannot_be_imported():
+    found = findings(replace(CPU_HOST, torch_error="no module"))
+
+    assert found["nccl"].found == "not needed: torch cannot be imported"
+
+
 def test_a_gguf_file_is_examined_as_any_model():
     path = trained_model()
     assert path, f"run `{INSTALL_TRAINED}`, as `make test` does"

@@ -163,6 +163,12 @@ def test_our_overlays_can_be_applied(name, capsys):
             "prefill: replicas: found 40; allowed: 1 to 8, by minReplicas and maxReplicas",
         ),
         ("raycluster.yaml", "Specs/0/replicas", "/0/replicas", "kustomize refuses it: "),
+        (
+            KUSTOMIZATION,
+            "behavior: replace",
+            "behavior: replaze",
+            "configMapGenerator.behavior: found 'replaze'; allowed: create, merge, replace; ",
+        ),
     ],
 )
 def test_what_is_mistyped_is_told(production, file, old, new, told, capsys):
