@@ -1,9 +1,10 @@
 """Checks a cluster's certificates, and connects its own processes as clients."""
 
+import os
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from credentials.config import TlsSettings, path_here
 from credentials.door import front_door, is_loopback_host
 from credentials.errors import OpenInClear
 from pagewire import Tls
-from pagewire.protos.pem import PemError, is_for, read_names, read_pem
+from pagewire.protos.pem import PemError, PemFiles, is_for, read_names, read_pem
 
 ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
@@ -114,7 +115,8 @@ def check_links(config: ClusterConfig, device: str, addresses: Iterable[str]) ->
 def own_client(settings: TlsSettings) -> Tls | None:
     """Return how the cluster's own processes connect to its routers; None: in clear.
 
-    They read the routers' certificate and trust it alone. Only routers read its key.
+    They read the routers' certificate and trust it alone. They read its key, too, if they may, to
+    see whether routers can use both.
 
     Raises:
         ConfigError: It cannot be used, or the certificate that they show.
@@ -124,6 +126,8 @@ def own_client(settings: TlsSettings) -> Tls | None:
         return None
     try:
         names = read_names(front.certificate)
+        if os.access(path_here(front.key_file), os.R_OK):
+            read_pem(front.files(inside))
         if front.client_authority_file:
             read_pem(inside.files)  # by the names of these options, not those of Tls
     except PemError as error:
@@ -139,6 +143,27 @@ def own_client(settings: TlsSettings) -> Tls | None:
         certificate_file=path_here(inside.certificate_file),
         key_file=path_here(inside.key_file),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayTls(Tls):
+    """Connect to routers of this host, which keep their certificate if they cannot use a renewal.
+
+    Then the certificate that this side trusts stays the same, too.
+    """
+
+    router_files: PemFiles
+
+    def _other_side(self) -> PemFiles:
+        return self.router_files
+
+
+def gateway_client(settings: TlsSettings) -> Tls | None:
+    """Return how a gateway of the cluster connects to its routers; as own_client."""
+    tls = own_client(settings)
+    if tls is None:
+        return None
+    return GatewayTls(**vars(tls), router_files=settings.front.files(settings.inside))
 
 
 def client_hosts(config: ClusterConfig, host: str) -> tuple[str, ...]:

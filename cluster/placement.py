@@ -14,7 +14,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import autoscaler_pb2
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.certificates import own_client
+from cluster.certificates import gateway_client
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.deployment import Deployment
 from cluster.devices import shared_gpu, visible_gpu
@@ -185,7 +185,7 @@ def place_gateway(
         log_format=config.log_format,
         router_name=ROUTER_NAME,
         tls=config.tls_settings,
-        router_tls=own_client(config.tls_settings),
+        router_tls=gateway_client(config.tls_settings),
         tracing=config.tracing,
         predecessor=predecessor,
     )

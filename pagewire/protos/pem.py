@@ -66,11 +66,16 @@ class PemFiles:
     # Whether the other side has the same authorities, which must then cover this certificate, too.
     is_mutual: bool = False
     name: PemFile | None = None  # that the certificate must have; in `path`, with its option
+    # Those of the other side, if it is on this host and shows an authority from above: it keeps its
+    # former certificate where these cannot be used, so what is trusted must stay, too.
+    other_side: "PemFiles | None" = None
 
     @property
     def all(self) -> tuple[PemFile, ...]:
         """All files that are set."""
-        return tuple(each for each in (self.certificate, self.key, *self.authorities) if each)
+        own = (self.certificate, self.key, *self.authorities)
+        others = self.other_side.all if self.other_side else ()
+        return (*(each for each in own if each), *others)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +136,8 @@ def read_pem(files: PemFiles) -> Pem:
         PemError: A file cannot be read, is not PEM, or does not fit the others; or a certificate is
             not valid now, or is for another use or name.
     """
+    if files.other_side:
+        read_pem(files.other_side)
     certificate = _read(files.certificate) if files.certificate else b""
     key = _read(files.key, is_secret=True) if files.key else b""
     parts = []

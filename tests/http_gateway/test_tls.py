@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.certificates import own_client
+from cluster.certificates import gateway_client
 from credentials.door import front_door
 from http_gateway import connection
 from pagewire import Tls
@@ -138,10 +138,38 @@ def test_a_client_that_still_sends_gets_its_refusal(authority: Authority) -> Non
         assert connection.getresponse().status == 431
 
 
+@pytest.mark.parametrize("asks_clients", [False, True])
+def test_a_renewal_that_its_router_does_not_use_leaves_it_connected(
+    authority: Authority, asks_clients: bool
+) -> None:
+    settings = authority.settings(asks_clients=asks_clients)
+    door = front_door(settings)
+    pair = Pair(settings.front.certificate_file, settings.front.key_file)
+    whole = Path(pair.certificate_file).read_bytes()
+    with gateway(lambda: scripted(hello, door), router_tls=gateway_client(settings)) as served:
+
+        def asked() -> list[int]:
+            """Make a call, which begins on a new connection if what is trusted has changed."""
+            connection = http.client.HTTPConnection(*served.host_and_port)
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/tokenize", json.dumps({"prompt": "x"}), headers)
+            return list(json.load(connection.getresponse())["tokens"])
+
+        assert asked()
+        other = authority.pair("localhost")
+        Path(pair.certificate_file).write_bytes(Path(other.certificate_file).read_bytes())
+        assert asked(), "its key is not yet there"
+        authority.pair("localhost", replaces=pair, days=(-2, -1))
+        assert asked(), "it has expired"
+        Path(pair.certificate_file).write_bytes(whole)
+        assert asked(), "its key is another's now"
+        authority.pair("localhost", "127.0.0.1", replaces=pair)
+        assert asked(), "it is whole"
+
+
 def test_it_connects_to_a_router_over_tls(authority: Authority) -> None:
     settings = authority.settings(asks_clients=True)
-    # As the cluster's own gateway does.
-    tls = own_client(settings)
+    tls = gateway_client(settings)
     door = front_door(settings)
     with gateway(lambda: scripted(hello, door), router_tls=tls) as served:
         assert models(http.client.HTTPConnection(*served.host_and_port)) == "tiny"
