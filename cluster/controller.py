@@ -15,32 +15,34 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import ray
 
+from cluster.certificates import own_authority
 from cluster.config import LOOPBACK, ClusterConfig
 from cluster.deployment import Deployment
 from cluster.errors import ConfigError, StartError, Stopping
 from cluster.groups import group_of, look_at_groups, remove_groups, reserve
 from cluster.membership import HEARD_S, Membership
+from cluster.next_start import NextStart
 from cluster.placement import (
     FIRST_GATEWAY,
     GATEWAY_NAME,
     ROUTER_NAME,
     close_host,
-    contract_of,
     gateways,
     hosts_now,
     needs_of,
+    next_start_of,
     place_gateway,
     place_router,
     place_worker,
     successor_of,
 )
-from cluster.places import Place, check_move, check_room, choose_places, told_waiting
+from cluster.places import Node, Place, check_move, check_room, choose_places, told_waiting
 from cluster.pool_config import pool_of
 from cluster.preflight import check_growth
 from cluster.ray_actors import workers_on
@@ -90,10 +92,12 @@ class ClusterFacts:
 @kept_by_name
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contracts:
-    """The contract versions of a cluster; see protos.contract."""
+    """The contract versions of a cluster, and what else its next processes would start with."""
 
-    running: tuple[int, ...]  # of its workers
-    to_start: Mapping[str, int]  # a worker's host |-> version of its code
+    running: tuple[int, ...]  # of its workers; see protos.contract
+    to_start: Mapping[str, int]  # a used host |-> version of its code
+    # A process, as `pagewire restart` names it |-> why it could not use its host's files of TLS
+    problems: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class ControllerActor:
@@ -164,23 +168,31 @@ class ControllerActor:
         )
 
     async def contract_versions(self) -> Contracts:
-        """Return the versions of the workers, and of the code that their hosts have now.
+        """Return the versions of the workers, and what their hosts have for restarted ones.
 
-        Restarted processes run that code: the one of a working_dir, if the cluster has one.
+        Restarted processes run the code that a host has now, the one of a working_dir if the
+        cluster has one. They read its files of TLS anew, of which running ones keep what was right.
 
         Raises:
             StartError: A host does not answer.
         """
-        home = self._deployment.home_resource
+        config, home = self._deployment.config, self._deployment.home_resource
         used = {each.node_id for each in self._membership.places.values()}
-        calls = {
-            each["NodeManagerAddress"]: contract_of(each["NodeID"])
+        nodes = [
+            each
             for each in hosts_now()[0]
             if each["Alive"] and (each["NodeID"] in used or home in each["Resources"])
-        }
+        ]
+        authority = b""
+        with suppress(ConfigError):  # this host tells it
+            authority = await asyncio.to_thread(own_authority, config)
+        calls = [
+            next_start_of(each, config.tls_settings, authority, is_home=home in each["Resources"])
+            for each in nodes
+        ]
         try:
             async with asyncio.timeout(CODE_TIMEOUT_S):
-                found = await asyncio.gather(*calls.values())
+                found: list[NextStart] = await asyncio.gather(*calls)
         except (TimeoutError, ray.exceptions.RayError) as error:
             raise StartError(
                 f"a host did not tell the version of its code ({type(error).__name__}); nothing "
@@ -188,7 +200,11 @@ class ControllerActor:
             ) from error
         return Contracts(
             running=tuple(sorted({each.contract_version for each in self._membership.members})),
-            to_start=dict(zip(calls, found, strict=True)),
+            to_start={
+                node["NodeManagerAddress"]: each.contract_version
+                for node, each in zip(nodes, found, strict=True)
+            },
+            problems=self._file_problems(list(zip(nodes, found, strict=True))),
         )
 
     async def scale(
@@ -466,6 +482,27 @@ class ControllerActor:
         staying = frozenset(existing - leaving)
         answering = (staying & self._heard_of()) - self._membership.restarting
         return ClusterWorkers(staying=staying, leaving=leaving, answering=answering)
+
+    def _file_problems(
+        self, looks: Collection[tuple[Node, NextStart]]
+    ) -> dict[str, tuple[str, ...]]:
+        """Return, by process, why those that restart could not use the files of TLS."""
+        by_node = {node["NodeID"]: found for node, found in looks}
+        problems: dict[str, tuple[str, ...]] = {
+            name: (by_node[where.node_id].wrong_files,)
+            for name, where in self._membership.places.items()
+            if where.node_id in by_node
+        }
+        home = self._deployment.home_resource
+        for node, found in looks:
+            if home in node["Resources"]:
+                both = found.wrong_files, found.wrong_front_files
+                # The gateway shows the cluster's certificate only to a router that asks for one.
+                asks = bool(self._deployment.config.front_tls.client_authority_file)
+                problems[ROUTER_NAME] = both
+                problems[GATEWAY_NAME] = both if asks else both[1:]
+        told = {name: tuple(filter(None, each)) for name, each in problems.items()}
+        return {name: each for name, each in told.items() if each}
 
     def _heard_of(self) -> frozenset[str]:
         return self._membership.heard_since(_now() - HEARD_S)

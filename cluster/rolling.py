@@ -55,9 +55,11 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
                 "nothing has changed; name the other processes, or use `pagewire down` and `up`"
             )
     with told_at_interrupt(NOTHING_CHANGED):
-        _check_contracts(
-            ask(controller.contract_versions.remote(), CODE_TIMEOUT_S + ANSWER_TIMEOUT_S)
+        contracts: Contracts = ask(
+            controller.contract_versions.remote(), CODE_TIMEOUT_S + ANSWER_TIMEOUT_S
         )
+    _check_contracts(contracts)
+    _check_files(contracts, names)
     grace_s = facts.config.stop_grace_s if grace_s is None else grace_s
     for number, name in enumerate(names, 1):
         with told_at_interrupt(f"{name} restarts by itself; the others are unchanged"):
@@ -88,6 +90,19 @@ def _check_contracts(contracts: Contracts) -> None:
         told = (
             "the code of these hosts cannot serve together with the running workers; nothing has "
             "changed; start this code with `pagewire down` and `up`, or in a second cluster"
+        )
+        raise StartError("\n".join([*wrong, told]))
+
+
+def _check_files(contracts: Contracts, names: Sequence[str]) -> None:
+    """Refuse to end processes whose successors could not use the files of TLS as they are now."""
+    # One host's file is wrong for each process there.
+    wrong = dict.fromkeys(line for name in names for line in contracts.problems.get(name, ()))
+    if wrong:
+        affected = ", ".join(name for name in names if name in contracts.problems)
+        told = (
+            f"{affected} could not start again with these files; nothing has changed, and running "
+            "processes keep what was right before; mend the files, then try again"
         )
         raise StartError("\n".join([*wrong, told]))
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,10 +18,12 @@ from cluster.deployment import Deployment
 from cluster.errors import ConfigError, PlacementError, StartError, Stopping
 from cluster.groups import Groups
 from cluster.membership import HEARD_S
+from cluster.next_start import NextStart
 from cluster.placement import needs_of
 from cluster.places import Place, is_limited
 from cluster.scaling import worker_ids
 from credentials.secret import ClusterSecret
+from tests.support.certificates import Authority
 from tests.support.waiting import until
 
 NODES = [
@@ -273,6 +276,49 @@ def test_the_only_worker_of_a_role_may_restart(world):
         await world.controller.drain("decode-0", 7.0)
         await world.controller.restart("decode-1", 7.0)
         assert world.told[-1] == ("restart", "decode-1", 7.0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("asks_clients", [False, True])
+def test_a_restart_hears_which_processes_could_not_use_the_files_of_their_hosts(
+    world, monkeypatch, tmp_path, asks_clients
+):
+    authority = Authority(tmp_path)
+    tls = authority.settings(asks_clients=asks_clients)
+    config = replace(world.deployment.config, tls=tls.inside, front_tls=tls.front)
+    world.deployment = replace(world.deployment, config=config)
+    nodes = [{**NODES[0], "Resources": {"node:h": 1.0}}, NODES[1]]
+    nodes.append({**NODES[1], "NodeID": "n3"})  # no process is there
+    monkeypatch.setattr(module, "hosts_now", lambda: (nodes, {}))
+    found = {"n1": ("inside 1", "front"), "n2": ("", "")}
+    asked = []
+
+    async def next_start_of(node, settings, content, *, is_home):
+        asked.append((node["NodeID"], settings, content, is_home))
+        inside, front = found[node["NodeID"]]
+        return NextStart(contract_version=8, wrong_files=inside, wrong_front_files=front)
+
+    monkeypatch.setattr(module, "next_start_of", next_start_of)
+
+    async def main():
+        await world.start()
+        other = Place(node_id="n2", resources={})
+        world.controller._membership.place("decode-1", other)
+        told = await world.controller.contract_versions()
+        assert (told.running, told.to_start) == ((7,), {"10.0.0.1": 8, "10.0.0.2": 8})
+        ours = Path(authority.file).read_bytes()
+        assert asked == [("n1", tls, ours, True), ("n2", tls, ours, False)]
+        on_n1 = dict.fromkeys(["prefill-0", "prefill-1", "decode-0"], ("inside 1",))
+        both = ("inside 1", "front")
+        fronts = {"router-0": both, "http-gateway": both if asks_clients else ("front",)}
+        assert told.problems == on_n1 | fronts
+
+        asked.clear()
+        found.update({"n1": ("", ""), "n2": ("inside 2", "")})
+        Path(tls.inside.key_file).unlink()  # of this host: there is nothing to compare with
+        assert (await world.controller.contract_versions()).problems == {"decode-1": ("inside 2",)}
+        assert [content for _, _, content, _ in asked] == [b"", b""]
 
     asyncio.run(main())
 

@@ -1,6 +1,7 @@
 """What `pagewire restart` waits for; Ray and the cluster are fakes."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +96,56 @@ def test_code_that_no_running_worker_could_serve_with_is_refused(monkeypatch, ru
 
     assert bool(said) is not refused
     assert cluster.starts["decode-0"] == (1 if refused else 2)
+
+
+BROKEN = "tls.certificate_file: on a (10.0.0.2), /a.crt has expired; allowed: a valid one"
+FRONT = "front_tls.key_file: on a (10.0.0.2), /f.key cannot be read; allowed: a PEM file"
+PROBLEMS = {"prefill-0": (BROKEN,), "router-0": (BROKEN, FRONT)}
+
+
+@pytest.mark.parametrize(
+    ("names", "lines", "affected"),
+    [
+        (["prefill-0"], [BROKEN], "prefill-0"),
+        (["decode-0", "router-0"], [BROKEN, FRONT], "router-0"),
+        ([], [BROKEN, FRONT], "prefill-0, router-0"),
+    ],
+)
+def test_processes_that_could_not_use_their_tls_files_are_not_ended(
+    monkeypatch, names, lines, affected
+):
+    cluster = Cluster(monkeypatch)
+    cluster.contracts = replace(cluster.contracts, problems=PROBLEMS)
+    said = []
+
+    with pytest.raises(StartError) as refused:
+        restart_cluster(cluster, names, 7.0, said.append)
+
+    *found, last = str(refused.value).split("\n")
+    assert found == lines
+    assert last.startswith(
+        f"{affected} could not start again with these files; nothing has changed"
+    )
+    assert said == []
+    assert cluster.starts == dict.fromkeys(NAMES, 1)
+
+
+def test_wrong_files_of_processes_that_stay_as_they_are_matter_to_no_restart(monkeypatch):
+    cluster = Cluster(monkeypatch)
+    cluster.contracts = replace(cluster.contracts, problems=PROBLEMS)
+    cluster.on_look = lambda: cluster.starts.update({"decode-0": 2})
+
+    restart_cluster(cluster, ["decode-0"], 7.0, lambda line: None)
+
+    assert cluster.starts["decode-0"] == 2
+
+
+def test_the_answer_of_a_controller_that_checks_no_files_is_read():
+    answer = Contracts.__new__(Contracts)
+
+    answer.__setstate__({"running": (1,), "to_start": {}})
+
+    assert answer == Contracts(running=(1,), to_start={})
 
 
 @pytest.mark.parametrize("left", [["decode-0"], ["decode-0", "prefill-0", "router-0"]])
