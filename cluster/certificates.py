@@ -14,7 +14,7 @@ from credentials.config import TlsSettings, path_here
 from credentials.door import front_door, is_loopback_host
 from credentials.errors import OpenInClear
 from pagewire import Tls
-from pagewire.protos.pem import PemError, PemFiles, is_for, read_names, read_pem
+from pagewire.protos.pem import PemError, PemFiles, a_name, is_for, read_names, read_pem
 
 ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
@@ -134,7 +134,7 @@ def own_client(settings: TlsSettings) -> Tls | None:
         raise ConfigError(str(error)) from error
     tls = Tls(
         authority_file=path_here(front.certificate_file),
-        server_name=names[0].replace("*", "any") if names else "",
+        server_name=a_name(names),
     )
     if not front.client_authority_file:
         return tls
@@ -147,9 +147,10 @@ def own_client(settings: TlsSettings) -> Tls | None:
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayTls(Tls):
-    """Connect to routers of this host, which keep their certificate if they cannot use a renewal.
+    """Connect to routers of this host, and trust the certificate that they show, under its names.
 
-    Then the certificate that this side trusts stays the same, too.
+    Routers keep their certificate if they cannot use a renewal. Then this side still trusts that
+    one, too.
     """
 
     router_files: PemFiles
@@ -163,7 +164,8 @@ def gateway_client(settings: TlsSettings) -> Tls | None:
     tls = own_client(settings)
     if tls is None:
         return None
-    return GatewayTls(**vars(tls), router_files=settings.front.files(settings.inside))
+    files = settings.front.files(settings.inside)
+    return GatewayTls(**{**vars(tls), "authority_file": ""}, router_files=files)
 
 
 def client_hosts(config: ClusterConfig, host: str) -> tuple[str, ...]:

@@ -81,7 +81,8 @@ class Connector:
         if not isinstance(error, ConnectionFailedError):
             return error
         pem = self._pem.current() if self._pem else None
-        return await why_no_connection(address, pem, self._server_name) or error
+        name = (pem.other_name if pem else "") or self._server_name
+        return await why_no_connection(address, pem, name) or error
 
 
 @dataclass(slots=True)

@@ -66,8 +66,8 @@ class PemFiles:
     # Whether the other side has the same authorities, which must then cover this certificate, too.
     is_mutual: bool = False
     name: PemFile | None = None  # that the certificate must have; in `path`, with its option
-    # Those of the other side, if it is on this host and shows an authority from above: it keeps its
-    # former certificate where these cannot be used, so what is trusted must stay, too.
+    # Those of the other side, if it is on this host: its certificate is the authority. It keeps its
+    # former one where these cannot be used, so what is trusted must stay, too.
     other_side: "PemFiles | None" = None
 
     @property
@@ -87,6 +87,7 @@ class Pem:
     authority: bytes = b""
     names: tuple[str, ...] = ()  # hosts in the certificate
     expires_at: float = 0.0  # Unix time; 0: there is no certificate
+    other_name: str = ""  # of the other side's certificate; empty: it is not known
 
 
 class LivePem:
@@ -136,17 +137,20 @@ def read_pem(files: PemFiles) -> Pem:
         PemError: A file cannot be read, is not PEM, or does not fit the others; or a certificate is
             not valid now, or is for another use or name.
     """
-    if files.other_side:
-        read_pem(files.other_side)
     certificate = _read(files.certificate) if files.certificate else b""
     key = _read(files.key, is_secret=True) if files.key else b""
     parts = []
+    other_name = ""
+    if files.other_side:
+        other = read_pem(files.other_side)
+        parts.append(other.certificate)
+        other_name = a_name(other.names)
     for each in files.authorities:
         parts.append(_read(each))
         _check_certificates(each, parts[-1])
     authority = b"\n".join(parts)
     if not files.certificate or not files.key:
-        return Pem(authority=authority)
+        return Pem(authority=authority, other_name=other_name)
     _check_certificates(files.certificate, certificate)
     _check_pair(files.certificate, files.key, certificate, key)
     shown = _shown_alone(files, certificate, key)
@@ -166,6 +170,7 @@ def read_pem(files: PemFiles) -> Pem:
         authority=authority,
         names=_hosts(shown),
         expires_at=expires_at,
+        other_name=other_name,
     )
     if files.is_mutual:
         paths = " or ".join(each.path for each in files.authorities)
@@ -192,6 +197,11 @@ def read_names(file: PemFile) -> tuple[str, ...]:
     with _file_of(content) as path:
         # `ssl` has no public name for this: it shows certificates of peers alone.
         return _hosts(_ssl._test_decode_cert(path))  # type: ignore[attr-defined]
+
+
+def a_name(names: tuple[str, ...]) -> str:
+    """Return a host that a certificate with these names is for; empty: there is none."""
+    return names[0].replace("*", "any") if names else ""
 
 
 def check_trusted(files: PemFiles, pem: Pem, authority: bytes, told_authority: str) -> None:

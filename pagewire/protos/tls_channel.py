@@ -20,14 +20,15 @@ class TlsChannel(grpc.aio.Channel):  # type: ignore[misc] # gRPC has no types
         address: To connect to.
         pem: Its own certificate and the authority that it trusts; without an authority, gRPC's own
             list of public ones.
-        server_name: Name in the server's certificate; empty: the host of the address.
+        server_name: Name in the server's certificate, if the files tell none; empty: the host of
+            the address.
         options: Options of gRPC.
     """
 
     def __init__(self, address: str, pem: LivePem, server_name: str, options: Options) -> None:
-        named = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
         self._address = address
-        self._options = (*options, *named)
+        self._server_name = server_name
+        self._options = tuple(options)
         self._live = pem
         self._pem = pem.current()
         self._link = self._open()
@@ -95,7 +96,10 @@ class TlsChannel(grpc.aio.Channel):  # type: ignore[misc] # gRPC has no types
         credentials = grpc.ssl_channel_credentials(
             pem.authority or None, pem.key or None, pem.certificate or None
         )
-        return _Link(grpc.aio.secure_channel(self._address, credentials, options=self._options))
+        name = pem.other_name or self._server_name
+        named = (("grpc.ssl_target_name_override", name),) if name else ()
+        options = (*self._options, *named)
+        return _Link(grpc.aio.secure_channel(self._address, credentials, options=options))
 
     def _end_call(self, link: "_Link") -> None:
         link.num_calls -= 1

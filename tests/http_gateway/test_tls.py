@@ -165,6 +165,8 @@ def test_a_renewal_that_its_router_does_not_use_leaves_it_connected(
         assert asked(), "its key is another's now"
         authority.pair("localhost", "127.0.0.1", replaces=pair)
         assert asked(), "it is whole"
+        authority.pair("other.example", replaces=pair)
+        assert asked(), "it has other names"
 
 
 def test_it_connects_to_a_router_over_tls(authority: Authority) -> None:
