@@ -98,7 +98,8 @@ class Admission:
 
         Args:
             tenant: Whose call it is.
-            num_answers: The choices that the call asks for; 1 if it generates nothing.
+            num_answers: The choices that the call asks for; for one that generates nothing, as how
+                many it counts.
 
         Raises:
             InvalidRequest: The tenant may never have as many answers at a time.
@@ -134,13 +135,13 @@ class Admission:
             self._idle.set()
 
     @contextmanager
-    def place(self, tenant: Tenant) -> Iterator[None]:
-        """Hold a place; errors as of `take_place`."""
-        self.take_place(tenant)
+    def place(self, tenant: Tenant, num_answers: int) -> Iterator[None]:
+        """Hold a place; arguments and errors as of `take_place`."""
+        self.take_place(tenant, num_answers)
         try:
             yield
         finally:
-            self.leave_place(tenant)
+            self.leave_place(tenant, num_answers)
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is active; False when time is up."""

@@ -128,7 +128,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.DetokenizeResponse:
-        async with _answering(context), self._served() as tenant:
+        # The caller may be a gateway in the midst of the tenant's last answer.
+        async with _answering(context), self._served(0) as tenant:
             text, pieces = await self._admission.detokenize(
                 request.model,
                 request.token_ids,
@@ -198,12 +199,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         ]
 
     @asynccontextmanager
-    async def _served(self) -> AsyncIterator[Tenant]:
-        """Hold a place for a call that generates nothing; failures become a RouterError."""
+    async def _served(self, num_answers: int = 1) -> AsyncIterator[Tenant]:
+        """Hold a place for a call that generates nothing; failures become a RouterError.
+
+        Args:
+            num_answers: As how many of its tenant's answers at a time it counts.
+        """
         tenant: Tenant | None = None
         try:
             tenant = current_tenant(self._tenants)
-            with self._admission.place(tenant):
+            with self._admission.place(tenant, num_answers):
                 yield tenant
         except RouterError as error:
             if tenant and isinstance(error, Overloaded):

@@ -201,6 +201,26 @@ def test_a_tenant_has_so_many_answers_at_a_time() -> None:
     run_virtual(main())
 
 
+def test_texts_of_tokens_are_no_further_answer(tmp_path: Path) -> None:
+    """Else an answer over HTTP would end at the first log probabilities of a new token."""
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+
+    async def main() -> None:
+        known = tenants(rules("acme", max_active_requests=1))
+        worker = ScriptedWorker("decode-0", token_s=0.1)
+        async with running_router(worker, tenants=known, model_dir=tmp_path) as tested:
+            running = asyncio.create_task(tested.generate(token="acme"))
+            await asyncio.sleep(0.1)
+            request = inference_pb2.DetokenizeRequest(token_ids=pack_token_ids([5]))
+            metadata = token_metadata("acme")
+            assert (await tested.stub.Detokenize(request, metadata=metadata)).text
+            assert delay_s(await tested.generate(token="acme")) > 0, "the answer still runs"
+            assert (await running).error is None
+            assert (await tested.generate(token="acme")).error is None
+
+    run_virtual(main())
+
+
 def test_each_choice_of_a_call_counts_as_an_answer() -> None:
     """Else a tenant could fill the workers with `n` times as much as its limit."""
 
