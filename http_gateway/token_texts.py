@@ -1,13 +1,15 @@
 """Texts of single tokens, for log probabilities; the router is asked once for each token."""
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from http_gateway.wire import RouterLink
-from pagewire import Model
+from pagewire import Model, OverloadedError
 from pagewire.protos import common_pb2, inference_pb2
 from pagewire.protos.token_ids import unpack_token_ids
 
+FULL_S, PAUSE_S = 30.0, 0.5  # for a full router; between two calls if it advises nothing
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 Drawn = tuple[int, common_pb2.TokenLogprobs]  # token id, its log probabilities
 
@@ -35,8 +37,23 @@ class TokenTexts:
             for entry in response.logprobs:
                 wanted.update(unpack_token_ids(entry.top_token_ids))
         if missing := sorted(wanted - self._texts.keys()):
-            pieces = await self._link.pieces(authorization, model, missing)
+            pieces = await self._pieces(authorization, model, missing)
             self._texts.update(zip(missing, pieces, strict=True))
+
+    async def _pieces(
+        self, authorization: str, model: Model, token_ids: Sequence[int]
+    ) -> list[str]:
+        """Ask the router, again and again while it is full: an answer that runs must not end so."""
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + FULL_S
+        while True:
+            try:
+                return await self._link.pieces(authorization, model, token_ids)
+            except OverloadedError as error:
+                pause_s = error.retry_after_s or PAUSE_S
+                if loop.time() + pause_s > ends_at:
+                    raise
+                await asyncio.sleep(pause_s)
 
 
 def drawn_tokens(
