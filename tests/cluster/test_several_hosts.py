@@ -11,6 +11,7 @@ import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +22,9 @@ from benchmarks.hosted_cluster import CommandFailed, hosted_cluster, until
 from benchmarks.hosts import NETWORKS, why_no_hosts
 from benchmarks.jumping_clock import why_no_clocks
 from benchmarks.prompts import Seeds, token_ids, wave
+from cluster.config_file import load_config
 from cluster.demo_model import demo_model_dir
+from credentials.config import HOST
 from router.tokenizer import Tokenizer
 from tests.cluster.oracle import GreedyOracle
 from tests.cluster.steady_load import HTTP_PORT, LONG, SHORT, complete, under_load
@@ -104,6 +107,28 @@ def test_a_host_without_ray_gets_an_answer_over_http(cluster):
     assert cluster.head.address == f"{NETWORKS[IP_VERSION][0]}1"
     assert answer["usage"]["prompt_tokens"] == 40, answer
     assert answer["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.thorough
+def test_a_worker_whose_host_has_lost_its_certificate_is_not_restarted(cluster):
+    [address] = {host_of(each) for each in cluster.workers() if each["worker_id"] == "prefill-0"}
+    [name] = [each.name for each in cluster.worker_hosts if each.address == address]
+    path = Path(load_config(cluster.config, {}).tls.certificate_file.replace(HOST, name))
+    before = incarnations(cluster)
+
+    away = path.rename(path.with_suffix(".away"))
+    try:
+        with pytest.raises(CommandFailed) as refused:
+            on_head(cluster, "restart", "router-0", "prefill-0")
+    finally:
+        away.rename(path)
+
+    told = f"tls.certificate_file: on {name} ({address}), {path} cannot be read: No such file"
+    assert told in str(refused.value)
+    assert "prefill-0 could not start again with these files; nothing has changed" in str(
+        refused.value
+    )
+    assert incarnations(cluster) == before
 
 
 def test_a_host_of_workers_that_loses_its_power_costs_no_token_and_comes_back(
