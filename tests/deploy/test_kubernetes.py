@@ -697,6 +697,41 @@ def shell_lines():
                 yield shlex.split(line, comments=True)
 
 
+def secrets_read(content):
+    """Yield (name, key) of each Secret that an object reads; None: as a volume."""
+    if isinstance(content, list):
+        for each in content:
+            yield from secrets_read(each)
+    elif isinstance(content, dict):
+        for field, each in content.items():
+            if field == "secret" and "secretName" in each:
+                yield each["secretName"], None
+            elif field in ("secret", "secretKeyRef", "keySecret", "credentials"):
+                yield each["name"], each["key"]
+            else:
+                yield from secrets_read(each)
+
+
+def test_the_readme_creates_the_secrets_that_nothing_else_makes(rendered):
+    created = {}
+    for words in shell_lines():
+        if "generic" in words:
+            name, *options = words[words.index("generic") + 1 :]
+            sources = [each.partition("=")[2] for each in options if each.startswith("--from-")]
+            created[name] = {each.partition("=")[0] for each in sources}
+    needed = set()
+    for overlay in rendered.values():
+        # Cert-manager makes those of the Certificates, KubeRay that of Ray's token.
+        made = {each["spec"]["secretName"] for each in overlay.of("Certificate").values()}
+        made.add(overlay.cluster["metadata"]["name"])
+        for name, key in secrets_read(overlay.objects):
+            if name not in made:
+                needed.add(name)
+                assert key is None or key in created[name], (name, key)
+
+    assert created.keys() == needed
+
+
 def test_the_commands_of_the_readme_name_what_exists(rendered, tmp_path):
     models = {checks.config_of(each, tmp_path).served_model_name for each in rendered.values()}
     named = {
