@@ -14,7 +14,16 @@ from credentials.config import TlsSettings, path_here
 from credentials.door import front_door, is_loopback_host
 from credentials.errors import OpenInClear
 from pagewire import Tls
-from pagewire.protos.pem import PemError, PemFiles, a_name, is_for, read_names, read_pem
+from pagewire.protos.pem import (
+    LivePeer,
+    LivePem,
+    PemError,
+    PemFiles,
+    a_name,
+    is_for,
+    read_names,
+    read_pem,
+)
 
 ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
@@ -155,8 +164,9 @@ class GatewayTls(Tls):
 
     router_files: PemFiles
 
-    def _other_side(self) -> PemFiles:
-        return self.router_files
+    def load(self) -> LivePem:
+        """Read the files; errors are those of `Tls.load`, and PemError of the router's."""
+        return LivePeer(self.router_files, super().load())
 
 
 def gateway_client(settings: TlsSettings) -> Tls | None:

@@ -84,7 +84,6 @@ class Tls:
             certificate=files.get("certificate_file"),
             key=files.get("key_file"),
             authorities=tuple(files[each] for each in files if each == "authority_file"),
-            other_side=self._other_side(),
         )
         try:
             return LivePem(pem)
@@ -93,10 +92,6 @@ class Tls:
             raise InvalidRequestError(
                 str(error), code="INVALID_ARGUMENT", violations=(violation,)
             ) from error
-
-    def _other_side(self) -> PemFiles | None:
-        """Return the files of the router, if they are known."""
-        return None
 
 
 def check_tls(value: object) -> "Tls | None":

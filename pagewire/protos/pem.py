@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,16 +66,11 @@ class PemFiles:
     # Whether the other side has the same authorities, which must then cover this certificate, too.
     is_mutual: bool = False
     name: PemFile | None = None  # that the certificate must have; in `path`, with its option
-    # Those of the other side, if it is on this host: its certificate is the authority. It keeps its
-    # former one where these cannot be used, so what is trusted must stay, too.
-    other_side: "PemFiles | None" = None
 
     @property
     def all(self) -> tuple[PemFile, ...]:
         """All files that are set."""
-        own = (self.certificate, self.key, *self.authorities)
-        others = self.other_side.all if self.other_side else ()
-        return (*(each for each in own if each), *others)
+        return tuple(each for each in (self.certificate, self.key, *self.authorities) if each)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +125,37 @@ class LivePem:
             return self._pem
 
 
+class LivePeer(LivePem):
+    """The files of the other side, which is on this host, and those that this side shows to it.
+
+    The other side's certificate is what this one trusts, under its names. That side keeps its
+    former certificate where it cannot use a renewal, so what is trusted stays, too.
+
+    Args:
+        peer: The other side's.
+        own: This side's, without authorities.
+
+    Raises:
+        PemError: The files of the other side cannot be used.
+    """
+
+    def __init__(self, peer: PemFiles, own: LivePem) -> None:
+        super().__init__(peer)
+        self._own = own
+        self._made_of: tuple[Pem, Pem] | None = None
+        self._both = Pem()
+
+    def current(self) -> Pem:
+        """Return what to show and to trust: the same object until either changes."""
+        made_of = peer, own = super().current(), self._own.current()
+        with self._lock:
+            if made_of != self._made_of:
+                self._made_of = made_of
+                name = a_name(peer.names)
+                self._both = replace(own, authority=peer.certificate, other_name=name)
+            return self._both
+
+
 def read_pem(files: PemFiles) -> Pem:
     """Read files and check everything that can be checked locally.
 
@@ -140,17 +166,12 @@ def read_pem(files: PemFiles) -> Pem:
     certificate = _read(files.certificate) if files.certificate else b""
     key = _read(files.key, is_secret=True) if files.key else b""
     parts = []
-    other_name = ""
-    if files.other_side:
-        other = read_pem(files.other_side)
-        parts.append(other.certificate)
-        other_name = a_name(other.names)
     for each in files.authorities:
         parts.append(_read(each))
         _check_certificates(each, parts[-1])
     authority = b"\n".join(parts)
     if not files.certificate or not files.key:
-        return Pem(authority=authority, other_name=other_name)
+        return Pem(authority=authority)
     _check_certificates(files.certificate, certificate)
     _check_pair(files.certificate, files.key, certificate, key)
     shown = _shown_alone(files, certificate, key)
@@ -170,7 +191,6 @@ def read_pem(files: PemFiles) -> Pem:
         authority=authority,
         names=_hosts(shown),
         expires_at=expires_at,
-        other_name=other_name,
     )
     if files.is_mutual:
         paths = " or ".join(each.path for each in files.authorities)

@@ -13,6 +13,7 @@ from cluster.certificates import (
     check_clients,
     check_links,
     client_hosts,
+    gateway_client,
     http_url,
     own_client,
     with_absolute_files,
@@ -302,3 +303,28 @@ def test_doctor_warns_before_a_certificate_expires_and_fails_after(authority: Au
     assert told.startswith("tls.certificate_file: ")
     assert "has expired" in told
     assert told.endswith("see that option in `pagewire serve --help`")
+
+
+def test_a_gateway_trusts_what_its_router_shows_whatever_becomes_of_its_own_files(
+    authority: Authority,
+) -> None:
+    settings = authority.settings(asks_clients=True)
+    shown = Pair(settings.front.certificate_file, settings.front.key_file)
+    tls = gateway_client(settings)
+    assert tls is not None
+    live = tls.load()
+    first = live.current()
+    assert live.current() is first
+    Path(settings.inside.key_file).write_bytes(b"-----BEGIN PRIVATE KEY-----\nMIGH")
+    assert live.current() is first
+
+    authority.pair("renewed", replaces=shown)
+
+    second = live.current()
+    assert (second.authority, second.other_name) == (
+        Path(shown.certificate_file).read_bytes(),
+        "renewed",
+    )
+    assert (second.certificate, second.key) == (first.certificate, first.key)
+    authority.pair("late", replaces=shown, days=(-2, -1))
+    assert live.current() is second
