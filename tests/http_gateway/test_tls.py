@@ -1,5 +1,6 @@
 """HTTP over TLS: who is answered, and what a renewal changes for whom."""
 
+import asyncio
 import http.client
 import json
 import logging
@@ -16,9 +17,11 @@ from cluster.certificates import gateway_client
 from credentials.door import front_door
 from http_gateway import connection
 from pagewire import Tls
+from tests.http_gateway.raw_http import request
 from tests.http_gateway.serving import Gateway, gateway, scripted
 from tests.pagewire.scripted_service import STOP, hello, response, usage
 from tests.support.certificates import Authority, Pair
+from tests.support.waiting import wait_until
 from tests.support.wall_clock import assert_within
 
 
@@ -115,6 +118,25 @@ def test_a_client_that_never_greets_is_disconnected_in_time(authority: Authority
         began = time.monotonic()
         assert silent.recv(1) == b""
         assert_within(time.monotonic() - began, 8)
+
+
+def test_a_client_that_takes_nothing_is_disconnected(authority: Authority) -> None:
+    async def floods(call: Any, context: Any) -> AsyncIterator[Any]:
+        for index in range(10_000):
+            yield response("x" * 10_000, [1], first_index=index)
+            await asyncio.sleep(0.001)
+
+    door = front_door(authority.settings())
+    body = b'{"prompt": "x", "stream": true}'
+    with (
+        gateway(lambda: scripted(floods), door=door, slow_client_timeout_s=0.5) as served,
+        socket.socket() as plain,
+    ):
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        plain.connect(served.host_and_port)
+        with context_of(authority).wrap_socket(plain, server_hostname="localhost") as silent:
+            silent.sendall(request("/v1/completions", body))
+            wait_until(served.backend.cancelled.is_set)
 
 
 def test_a_client_that_is_idle_holds_up_no_stop(authority: Authority) -> None:
