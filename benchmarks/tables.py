@@ -48,7 +48,6 @@ REPLAY_RESULTS = {
     for limit_ms in (30, 45, 0)
 }
 PARTS_RESULT = "first-token-parts-h100-x2.json"
-# Both of one host
 MIX_RESULTS = ("first-token-parts-earlier-h100-x2.json", "first-token-parts-one-h200.json")
 MOVES_RESULT = "served-moves-h200-x2.json"
 POOL_ARMS = ("disaggregated", "aggregated")
