@@ -260,16 +260,31 @@ def test_a_client_that_leaves_frees_all_pages_within_a_second(cluster):
 
 
 def test_a_killed_prefill_worker_costs_no_token(cluster, oracle):
+    def end(victim):
+        os.kill(cluster.pid(victim), signal.SIGKILL)
+
+    answer_while_a_prefill_worker_ends(cluster, oracle, "killed", end)
+
+
+def test_a_prefill_worker_that_loses_its_device_ends_comes_back_and_costs_no_token(
+    cluster, oracle, tmp_path
+):
+    end = losing_its_device(cluster, tmp_path)
+    answer_while_a_prefill_worker_ends(cluster, oracle, "lost", end)
+
+
+def answer_while_a_prefill_worker_ends(cluster, oracle, seed, end):
+    """Have new prompts of a seed computed while `end`, called with a worker's name, ends it."""
     # A GPU would be done with fewer before a heartbeat can show it at work.
     count, length = (6, 1200) if cluster.device == "cpu" else (48, 6000)
-    prompts = [prompt_of(("prefill", index), length + index) for index in range(count)]
+    prompts = [prompt_of((seed, index), length + index) for index in range(count)]
 
     async def work(client):
         before = incarnations(await client.status())
         answers = asyncio.create_task(generate_all(client, prompts, max_tokens=8))
         status, _ = await until(client, lambda status: busy(status, "prefill"))
         victim = busy(status, "prefill")[0]
-        os.kill(cluster.pid(victim), signal.SIGKILL)
+        await asyncio.to_thread(end, victim)
         completions = await answers
         status, _ = await until(client, lambda status: is_restarted(status, victim, before))
         after = incarnations(status)
@@ -394,6 +409,19 @@ def test_a_killed_decode_worker_costs_no_token(cluster, oracle, through_a_kill):
 def test_a_decode_worker_that_loses_its_device_ends_comes_back_and_costs_no_token(
     cluster, tmp_path
 ):
+    end = losing_its_device(cluster, tmp_path)
+    longer = {} if cluster.device == "cpu" else {"max_tokens": 6000}
+    # So many that each worker has some: a status may be as old as the calm run.
+    requests = [(prompt, options | longer) for prompt, options in plain_requests(cluster)]
+    undisturbed, interrupted = answer_through_an_end(cluster, requests, end)
+
+    for calm, resumed in zip(undisturbed, interrupted, strict=True):
+        assert resumed.choices == calm.choices
+    assert sum(each.usage.resumptions for each in interrupted) > 0
+
+
+def losing_its_device(cluster, tmp_path):
+    """Return what takes its device from a named worker and waits until it has ended."""
     import ray
 
     def arm(actor):  # in the worker's process: answers may last for less than a call of Ray
@@ -422,20 +450,9 @@ def test_a_decode_worker_that_loses_its_device_ends_comes_back_and_costs_no_toke
         (tmp_path / victim).touch()
         process.wait(timeout=30)
 
-    armed = [
-        ray.get_actor(each).__ray_call__.remote(arm)
-        for each in cluster.workers
-        if each.startswith("decode")
-    ]
+    armed = [ray.get_actor(each).__ray_call__.remote(arm) for each in cluster.workers]
     ray.get(armed, timeout=30)
-    longer = {} if cluster.device == "cpu" else {"max_tokens": 6000}
-    # So many that each worker has some: a status may be as old as the calm run.
-    requests = [(prompt, options | longer) for prompt, options in plain_requests(cluster)]
-    undisturbed, interrupted = answer_through_an_end(cluster, requests, end)
-
-    for calm, resumed in zip(undisturbed, interrupted, strict=True):
-        assert resumed.choices == calm.choices
-    assert sum(each.usage.resumptions for each in interrupted) > 0
+    return end
 
 
 # As test_controller.py shows it without a Ray.
