@@ -26,7 +26,6 @@ from benchmarks.tables import (
     MIX_RESULTS,
     MOVES_RESULT,
     PARTS_RESULT,
-    POOLS_RESULT,
     PROFILE_RESULT,
     REPLAY_RESULTS,
     RESULTS,
@@ -40,16 +39,17 @@ from benchmarks.tables import (
     served_step_rows,
 )
 from benchmarks.targets import (
+    AGGREGATED_FILE,
     KILLS_FILE,
+    LIMITED_FILE,
+    POOLS_FILE,
     SERVING_FILE,
-    SHARED_FILE,
-    TRANSFERS_FILE,
     other_outcomes,
     serving_outcomes,
 )
 
 FIGURES = ROOT / "docs" / "figures"
-SERVING_FILES = (SHARED_FILE, SERVING_FILE)
+SERVING_FILES = (AGGREGATED_FILE, SERVING_FILE)
 COLORS = (BLUE, ORANGE, LIGHT_BLUE, RED)
 NUM_LAYERS, LAYER_WEIGHTS = 32, ("qkv", "output", "gate_up", "down")
 
@@ -385,8 +385,8 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "serving-ttft": partial(serving, "ttft"),
     "serving-mixed": partial(serving, "mixed"),
     "targets": targets,
-    "itl": partial(disaggregation, "itl", [POOLS_RESULT]),
-    "transfer-share": partial(disaggregation, "transfer-share", [TRANSFERS_FILE]),
+    "itl": partial(disaggregation, "itl", [POOLS_FILE, LIMITED_FILE]),
+    "transfer-share": partial(disaggregation, "transfer-share", [POOLS_FILE]),
     "ablation": partial(disaggregation, "ablation", ABLATION_RESULTS),
     "replay": replay,
     "engine-step": engine_step,

@@ -20,10 +20,12 @@ from benchmarks.measured_host import in_short
 from benchmarks.serving_figures import ARMS, VLLM
 from benchmarks.stream_statistics import Row
 from benchmarks.targets import (
+    AGGREGATED_FILE,
+    LIMITED_FILE,
+    POOLS_FILE,
     SERVING_FILE,
     SERVING_MS,
-    SHARED_FILE,
-    TRANSFERS_FILE,
+    UNLIMITED_FILE,
     other_outcomes,
     serving_outcomes,
 )
@@ -34,7 +36,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
 PROFILE_RESULT = "step-profile-llama-3-8b-h200.json"
 SERVED_STEPS_RESULT = "served-steps-h200.json"
-POOLS_RESULT = "disaggregation-h200.json"
 ABLATION_RESULTS = tuple(
     f"ablation{run}.json"
     for run in ("-h100-x2", "-delta-h100-x2", "-none-h100-x2", "-none-h100-x4")
@@ -47,14 +48,16 @@ REPLAY_RESULTS = {
     )
     for limit_ms in (30, 45, 0)
 }
-PARTS_RESULT = "first-token-parts-h100-x2.json"
-MIX_RESULTS = ("first-token-parts-earlier-h100-x2.json", "first-token-parts-one-h200.json")
+REPLAY_ON_H200S = "replay-pair-faster-30ms-h200-x2.json"
+PARTS_RESULT = "first-token-parts-h200-x2.json"
+MIX_RESULTS = (PARTS_RESULT, "first-token-parts-one-h200.json")
 MOVES_RESULT = "served-moves-h200-x2.json"
 POOL_ARMS = ("disaggregated", "aggregated")
 # Columns of a table: heading |-> file and arm
 ITL_RESULTS = {
-    "1 + 1, H200": (POOLS_RESULT, "disaggregated"),
-    "0 + 2, H200": (POOLS_RESULT, "aggregated"),
+    "1 + 1, H200": (POOLS_FILE, "disaggregated"),
+    "0 + 2, 30 ms, H200": (LIMITED_FILE, "aggregated"),
+    "0 + 2, H200": (UNLIMITED_FILE, "aggregated"),
     "1 + 1, H100": ("itl-h100-x4.json", "disaggregated"),
     "0 + 2, H100": ("itl-unlimited-h100-x2.json", "aggregated"),
     "0 + 2, 30 ms, H100": ("itl-30ms-h100-x4.json", "aggregated"),
@@ -65,7 +68,7 @@ REGION = re.compile(r"(?s)(<!-- table: ([a-z-]+) -->\n).*?(<!-- end of table -->
 
 def serving_rows() -> dict[str, Row]:
     """Return the cases of a cluster without prefill workers: name |-> what was measured."""
-    content = json.loads((RESULTS / "serving-matrix-h200.json").read_text(encoding="utf-8"))
+    content = json.loads((RESULTS / AGGREGATED_FILE).read_text(encoding="utf-8"))
     prefix = "aggregated/"
     return {
         row["case"].removeprefix(prefix): row
@@ -111,7 +114,7 @@ def headline(cases: Collection[str] = ()) -> str:
 
 def serving() -> str:
     """Every case of a cluster without prefill workers, and on two GPUs with one."""
-    pools = _rows_of(SHARED_FILE) | _rows_of(SERVING_FILE)
+    pools = _rows_of(SERVING_FILE)
     return table(
         ("case", "0 + 1, ms", "least", "most", "1 + 1, ms", "vLLM 0.24.0, ms", "0 + 1, tokens/s"),
         (
@@ -207,7 +210,11 @@ def pools() -> str:
 
 def replay() -> str:
     """A trace, replayed at several paces, on pools and without prefill workers."""
-    rows = [_rows_of(name)[f"replay/{arm}"] for name in REPLAY_RESULTS[30] for arm in POOL_ARMS]
+    columns = [
+        (_rows_of(name)[f"replay/{arm}"], _gpu(name))
+        for name in (*REPLAY_RESULTS[30], REPLAY_ON_H200S)
+        for arm in POOL_ARMS
+    ]
     figures: tuple[tuple[str, str, Callable[[Row], float]], ...] = (
         ("requests offered", "per s", lambda row: row["offered_requests_per_s"]),
         ("answered", "per s", lambda row: row["requests_per_s"]),
@@ -221,8 +228,8 @@ def replay() -> str:
         ("moved", "GB", lambda row: row["bytes_moved"] / 1e9),
     )
     return table(
-        ("what", "unit", *(row["cluster"].replace("+", " + ") for row in rows)),
-        ((what, unit, *(_ms(figure(row)) for row in rows)) for what, unit, figure in figures),
+        ("what", "unit", *(f"{row['cluster'].replace('+', ' + ')}, {gpu}" for row, gpu in columns)),
+        ((what, unit, *(_ms(figure(row)) for row, _ in columns)) for what, unit, figure in figures),
         num_text=2,
     )
 
@@ -279,7 +286,7 @@ def _cell(row: Row | None, name: str, unit: float = 1.0) -> str:
 
 def transfers() -> str:
     """First tokens of new prompts with and without a transfer, and the transfers themselves."""
-    rows = _rows_of(TRANSFERS_FILE)
+    rows = _rows_of(POOLS_FILE)
     rows |= {row["case"]: row for row in transfer_shares(rows)}
     hidden = {"hidden_share": "hidden", "hidden_share_counted": "hidden, counted"}
     hidden = {
@@ -551,6 +558,10 @@ def _hardware_in_short(file: str) -> str:
     if content["command"].startswith("python -m benchmarks.relay "):  # which uses no GPU
         found = {"cores": found["cores"]}
     return in_short(found)
+
+
+def _gpu(file: str) -> str:
+    return _hardware_in_short(file).split()[1].rstrip("s")
 
 
 def _ms(value: float) -> str:

@@ -15,14 +15,14 @@ from statistics import median
 from benchmarks.stream_statistics import Row
 
 RESULTS = Path(__file__).parent / "results"
-SERVING_FILE = "serving-matrix-h200-x2.json"
-SHARED_FILE = "serving-matrix-h200.json"  # with shared/*, and with all cases of one GPU
-STARTS_FILE = "ready-h100-x2.json"
+SERVING_FILE = "serving-matrix-h200.json"
+AGGREGATED_FILE = "serving-matrix-aggregated-h200.json"  # with all cases of one GPU
 KILLS_FILE = "kills-nccl-h100-x2.json"
 MEMORY_FILE = "kills-nccl-memory-h100-x2.json"
 IPC_KILLS_FILE = "kills-ipc-h200-x2.json"  # pages on the way that GPUs of one host choose
-TRANSFERS_FILE = "transfers-complete-h200-x2.json"
-CHATS_FILE = "transfers-h200-x2.json"
+POOLS_FILE = "disaggregation-h200.json"
+UNLIMITED_FILE = "itl-unlimited-h200-x2.json"  # chats without pools, steps without a limit
+LIMITED_FILE = "itl-30ms-h200-x2.json"  # with the limit that ships
 LINEAR_FILE = "linear-h200.json"
 LINEAR_ROWS = (1, 8, 16, 17, 32, 64, 128, 256, 512, 543, 1024, 2048, 8192)
 HIDDEN_TOKENS = (8192, 16_384, 32_768)  # from four passes of a prefill worker on
@@ -83,33 +83,23 @@ class Outcome:
 def serving_outcomes() -> Iterator[Outcome]:
     """Yield the targets of the serving matrix."""
     for case, target in SERVING_MS.items():
-        file = SHARED_FILE if case.startswith("shared/") else SERVING_FILE
-        found = _rows(file)[case]["ms"]
-        yield Outcome(what=case, target=target, found=found, unit="ms", file=file)
+        found = _rows(SERVING_FILE)[case]["ms"]
+        yield Outcome(what=case, target=target, found=found, unit="ms", file=SERVING_FILE)
 
 
 def other_outcomes() -> Iterator[Outcome]:
     """Yield all other targets that a result file says something about."""
-    seconds = _rows(SHARED_FILE)["aggregated/mixed/512"]["seconds"]
+    seconds = _rows(AGGREGATED_FILE)["aggregated/mixed/512"]["seconds"]
     yield Outcome(
-        what="`mixed/512` on one GPU", target=20, found=seconds, unit="s", file=SHARED_FILE
+        what="`mixed/512` on one GPU", target=20, found=seconds, unit="s", file=AGGREGATED_FILE
     )
     for case, target in (("ready/cold", 25), ("ready/warm", 12)):
-        seconds = _rows(STARTS_FILE)[case]["seconds"]
-        yield Outcome(what=f"`{case}`", target=target, found=seconds, unit="s", file=STARTS_FILE)
+        seconds = _rows(SERVING_FILE)[case]["seconds"]
+        yield Outcome(what=f"`{case}`", target=target, found=seconds, unit="s", file=SERVING_FILE)
     yield _linear(LINEAR_FILE)
-    yield from _transfers(TRANSFERS_FILE)
-    yield _hidden(TRANSFERS_FILE)
-    yield from _pools("disaggregation-h200.json")
-    yield _limited_pools("itl-h100-x4.json", "itl-30ms-h100-x4.json")
-    chats = _rows(CHATS_FILE)["itl/disaggregated"]
-    yield Outcome(
-        what="steps of the chats while pages arrive, longer by",
-        target=5,
-        found=100 * (chats["step_ms"] / chats["calm_step_ms"] - 1),
-        unit="%",
-        file=CHATS_FILE,
-    )
+    yield from _transfers()
+    yield _hidden()
+    yield from _chats()
     yield from _kills(IPC_KILLS_FILE, "CUDA IPC")
     yield _kept_memory(IPC_KILLS_FILE, "CUDA IPC")
     yield from _kills(KILLS_FILE, "NCCL")
@@ -138,9 +128,10 @@ def _linear(file: str) -> Outcome:
     )
 
 
-def _transfers(file: str) -> Iterator[Outcome]:
-    rows = _rows(file)
+def _transfers() -> Iterator[Outcome]:
+    rows = _rows(POOLS_FILE)
     longest = rows["transfer/ttft_share@32768"]
+    dedup = rows["transfer/dedup"]
     figures: tuple[Figure, ...] = (
         (
             "pages of 32,768 tokens, end to end",
@@ -150,60 +141,63 @@ def _transfers(file: str) -> Iterator[Outcome]:
             True,
         ),
         ("a transfer's share of their first token", 5, 100 * longest["share"], "%", False),
+        (
+            "one new prefix of 64 requests, computed and moved",
+            1.05,
+            max(dedup[f"times_{each}"] for each in ("computed", "moved")),
+            "times",
+            False,
+        ),
     )
-    return _outcomes(file, figures)
+    return _outcomes(POOLS_FILE, figures)
 
 
-def _hidden(file: str) -> Outcome:
-    shares = [_rows(file)[f"transfer/ttft_share@{each}"]["hidden_share"] for each in HIDDEN_TOKENS]
+def _hidden() -> Outcome:
+    rows = _rows(POOLS_FILE)
+    shares = [rows[f"transfer/ttft_share@{each}"]["hidden_share"] for each in HIDDEN_TOKENS]
     return Outcome(
         what="what is hidden of a transfer, least of 8,192 to 32,768 tokens",
         target=80,
         found=100 * min(shares),
         unit="%",
-        file=file,
+        file=POOLS_FILE,
         is_least=True,
     )
 
 
-def _pools(file: str) -> Iterator[Outcome]:
-    rows = _rows(file)
-    pools, mixed = rows["itl/disaggregated"], rows["itl/aggregated"]
-    figures: tuple[Figure, ...] = (
-        (
-            "one new prefix of 64 requests, computed and moved",
-            1.05,
-            max(rows["transfer/dedup"][f"times_{each}"] for each in ("computed", "moved")),
-            "times",
-            False,
-        ),
-        (
-            "chats beside long prompts: p99 of two GPUs without pools over that with them",
-            10,
-            mixed["itl_ms_p99"] / pools["itl_ms_p99"],
-            "times",
-            True,
-        ),
-        (
-            "their total throughput, as a share of that without pools",
-            90,
-            100 * pools["all_tokens_per_s"] / mixed["all_tokens_per_s"],
-            "%",
-            True,
-        ),
-    )
-    return _outcomes(file, figures)
-
-
-def _limited_pools(pools_file: str, file: str) -> Outcome:
-    pools, mixed = _rows(pools_file)["itl/disaggregated"], _rows(file)["itl/aggregated"]
-    return Outcome(
-        what="their p99 without pools, if a step is limited to 30 ms, over that with them",
-        target=10,
-        found=mixed["itl_ms_p99"] / pools["itl_ms_p99"],
-        unit="times",
-        file=file,
-        is_least=True,
+def _chats() -> Iterator[Outcome]:
+    pools = _rows(POOLS_FILE)["itl/disaggregated"]
+    for file, limit in (
+        (LIMITED_FILE, "if a step is limited to 30 ms"),
+        (UNLIMITED_FILE, "if none is limited"),
+    ):
+        mixed = _rows(file)["itl/aggregated"]
+        yield from _outcomes(
+            file,
+            (
+                (
+                    "chats beside long prompts: p99 of two GPUs without pools over that with them, "
+                    f"{limit}",
+                    10,
+                    mixed["itl_ms_p99"] / pools["itl_ms_p99"],
+                    "times",
+                    True,
+                ),
+                (
+                    f"their total throughput, as a share of that without pools, {limit}",
+                    90,
+                    100 * pools["all_tokens_per_s"] / mixed["all_tokens_per_s"],
+                    "%",
+                    True,
+                ),
+            ),
+        )
+    yield Outcome(
+        what="steps of the chats while pages arrive, longer by",
+        target=5,
+        found=100 * (pools["step_ms"] / pools["calm_step_ms"] - 1),
+        unit="%",
+        file=POOLS_FILE,
     )
 
 

@@ -140,7 +140,7 @@ def test_what_is_hidden_by_count_has_a_column_once_it_was_counted(
 ) -> None:
     uncounted = {
         name: {key: value for key, value in row.items() if key not in ("receive_ms", "exposed_ms")}
-        for name, row in tables._rows_of(tables.TRANSFERS_FILE).items()
+        for name, row in tables._rows_of(tables.POOLS_FILE).items()
         if "ttft_share" not in name
     }
     new = uncounted["transfer/new@32768"] | {"receive_ms": 20.0, "exposed_ms": 5.0}
