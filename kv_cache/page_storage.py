@@ -1,7 +1,7 @@
 """Page contents as the transfer layer sees them: opaque bytes by page id.
 
-Implementations: `kv_cache.torch_storage.TorchPageStorage` (CPU or CUDA tensor) and the fake model's
-storage in `tests.support.fake_engine`. This file is free of torch.
+`kv_cache.torch_storage.TorchPageStorage` keeps them in a tensor, on a CPU or a GPU. This file is
+free of torch.
 """
 
 from collections.abc import Sequence
