@@ -20,6 +20,7 @@ from http_gateway.errors import INVALID, SERVER, HttpError
 from http_gateway.places import Places
 from observability.logs import fields
 from observability.rare_line import RareLine
+from pagewire.arguments import shown
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ REASONS = {
     400: b"Bad Request",
     408: b"Request Timeout",
     431: b"Request Header Fields Too Large",
+    501: b"Not Implemented",
     503: b"Service Unavailable",
 }
 
@@ -223,6 +225,9 @@ class Connection(HttpToolsProtocol):
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
             self._stop_with(_no_http(f"it has {num_hosts or 'no'} Host headers"))
+        *others, last = _transfer_codings(self.headers) or [b""]
+        if others and last == b"chunked":  # otherwise the parser refuses it: it has no end
+            self._stop_with(_coded(others))
 
     def on_message_complete(self) -> None:
         """End a request's body."""
@@ -404,6 +409,18 @@ def _invalid(error: httptools.HttpParserError, data: bytes) -> HttpError:
 
 def _no_http(found: str) -> HttpError:
     return HttpError(400, f"this is not an HTTP/1.1 request: {found}", code="invalid_http")
+
+
+def _transfer_codings(headers: list[tuple[bytes, bytes]]) -> list[bytes]:
+    """Return the transfer codings of a body, in the order in which they were applied."""
+    values = b",".join(value for name, value in headers if name == b"transfer-encoding")
+    return [coding for each in values.split(b",") if (coding := each.strip().lower())]
+
+
+def _coded(others: list[bytes]) -> HttpError:
+    found = shown(b", ".join(others).decode("latin-1"))
+    message = f"transfer-encoding: found {found} before 'chunked'; allowed: 'chunked' alone"
+    return HttpError(501, message, param="transfer-encoding", code="unsupported_transfer_coding")
 
 
 def _large_head(max_bytes: int) -> HttpError:

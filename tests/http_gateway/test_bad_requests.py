@@ -260,6 +260,39 @@ def test_a_broken_chunk_is_refused_at_once(address):
     assert_within(answer.seconds, 0.3)  # not only when the time for the body is over
 
 
+@pytest.mark.parametrize(
+    "lines", [["gzip, chunked"], ["gzip", "Chunked"], ["x-gzip;q=1 , deflate,,chunked"]]
+)
+def test_a_transfer_coding_that_nobody_decodes_is_refused(address, lines):
+    packed = gzip.compress(json.dumps({"messages": [{"role": "user", "content": "BAD"}]}).encode())
+    coded = b"".join(b"transfer-encoding: %b\r\n" % each.encode() for each in lines)
+    head = request(CHAT, content_type="application/json")[:-2] + coded + b"\r\n"
+    with socket.create_connection(address, timeout=5) as connection:
+        connection.sendall(head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(packed), packed))
+        answer = read_answer(connection, 0.0)
+
+        assert (answer.status, answer.error["code"]) == (501, "unsupported_transfer_coding")
+        assert answer.error["message"].endswith("allowed: 'chunked' alone")
+        assert is_closed(connection)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "identity", "chunked, gzip", "chunked, chunked"])
+def test_a_transfer_coding_that_hides_where_the_body_ends_is_refused(address, coding):
+    head = request(CHAT, content_type="application/json", transfer_encoding=coding)
+    answer = exchange(address, head + b"2\r\n{}\r\n0\r\n\r\n")
+
+    assert (answer.status, answer.error["code"]) == (400, "invalid_http")
+
+
+@pytest.mark.parametrize("coding", ["Chunked", ", chunked"])
+def test_chunks_may_be_announced_in_any_case_and_behind_an_empty_element(address, coding):
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+    head = request(CHAT, content_type="application/json", transfer_encoding=coding)
+    answer = exchange(address, head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+
+    assert answer.status == 200
+
+
 def test_expected_continuation_is_asked_for_unless_the_body_is_refused(address):
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
     with socket.create_connection(address, timeout=5) as connection:
