@@ -1,6 +1,7 @@
 """Serves the metrics of a process to Prometheus, over HTTP on a separate port."""
 
 import asyncio
+import ipaddress
 import socket
 import ssl
 import threading
@@ -11,9 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, TypeVar
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.simple_server import ServerHandler, WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from observability.local_names import is_local_name
 
 T = TypeVar("T")
 
@@ -22,6 +25,9 @@ CEDE_S = 0.5  # for a connection that must give up its place
 DEADLINE_S = 10.0  # for a whole request, from its connection to the last byte of the answer
 STATUS_S = 2.0  # for the event loop to answer a scrape
 POLL_S = 0.1  # how often the server checks whether it must stop
+MAX_LINE_BYTES = 65536  # of a request's first line
+MAX_SHOWN_CHARS = 100  # of what a client sent
+NAME = "pagewire"  # in the header `server`, where Python would tell its version
 
 
 def ask_loop(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> T:
@@ -47,6 +53,8 @@ def ask_loop(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> T:
 
 class MetricsServer:
     """A thread that accepts connections, and one more for each running scrape.
+
+    On the loopback address it answers no web page; see is_local_name.
 
     Args:
         registry: The metrics, collected in these threads.
@@ -74,9 +82,15 @@ class MetricsServer:
     ) -> None:
         self._server = _Server(host, port, tls)
         tell = make_wsgi_app(registry)
+        is_local = ipaddress.ip_address(str(self._server.server_address[0])).is_loopback
 
         def answer(request: Any, start_response: Any) -> Iterable[bytes]:
             plain = ("content-type", "text/plain")
+            called = request.get("HTTP_HOST", "")
+            if is_local and not is_local_name(called):
+                start_response("403 Forbidden", [plain])
+                found = ascii(called[:MAX_SHOWN_CHARS])
+                return [f"host: found {found}; allowed: an address, or localhost\n".encode()]
             try:
                 if is_operator(request.get("HTTP_AUTHORIZATION", "")):
                     request[_PLACE].is_proven = True
@@ -217,8 +231,28 @@ def _cut_off(connection: socket.socket) -> None:
         socket.socket.shutdown(connection, socket.SHUT_RDWR)  # not TLS's, which belongs to a thread
 
 
+class _AnswerHandler(ServerHandler):
+    server_software = NAME
+
+
 class _Handler(WSGIRequestHandler):
     server: _Server
+
+    def handle(self) -> None:
+        """Answer one request, as the base class does, under another name."""
+        self.raw_requestline = self.rfile.readline(MAX_LINE_BYTES + 1)
+        if len(self.raw_requestline) > MAX_LINE_BYTES:
+            self.requestline = self.request_version = self.command = ""
+            self.send_error(414)
+            return
+        if self.parse_request():
+            environ = self.get_environ()
+            handler = _AnswerHandler(self.rfile, self.wfile, self.get_stderr(), environ)  # type: ignore[arg-type]
+            handler.request_handler = self  # type: ignore[attr-defined]
+            handler.run(self.server.get_app())  # type: ignore[arg-type]
+
+    def version_string(self) -> str:
+        return NAME
 
     def get_environ(self) -> dict[str, Any]:
         return {**super().get_environ(), _PLACE: self.server.places.of(self.connection)}

@@ -45,6 +45,74 @@ def test_a_port_of_its_own_tells_what_the_registry_holds_until_it_is_closed() ->
         scrape(address)
 
 
+def ask(address: str, request: bytes) -> tuple[str, str]:
+    """Return head and body of the answer to a request made by hand."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(request)
+        answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+    head, _, body = answer.partition("\r\n\r\n")
+    return head, body
+
+
+@pytest.mark.parametrize(
+    ("host", "is_answered"),
+    [
+        (b"localhost:9400", True),
+        (b"127.0.0.1:9400", True),
+        (b"[::1]:9400", True),
+        (b"", True),
+        (b"evil.example.org:9400", False),
+        (b"localhost.evil.example.org", False),
+        (b"127.0.0.1.evil.example.org", False),
+        (b"\xe9", False),
+    ],
+)
+@pytest.mark.parametrize("home", ["127.0.0.1", "::1", "0.0.0.0"])
+def test_a_page_whose_name_leads_to_this_host_reads_no_metrics(
+    home: str, host: bytes, is_answered: bool
+) -> None:
+    server = MetricsServer(CollectorRegistry(), home, 0)
+    try:
+        address = f"{home}:{server.port}"
+        head, body = ask(address, b"GET /metrics HTTP/1.1\r\nhost: %b\r\n\r\n" % host)
+    finally:
+        server.close()
+
+    status, is_open = head.split()[1], home == "0.0.0.0"  # other hosts may call it by any name
+    assert status == ("200" if is_answered or is_open else "403")
+    assert body == "" or body.endswith("; allowed: an address, or localhost\n")
+
+
+def test_a_caller_without_a_host_is_no_browser() -> None:
+    with serving(CollectorRegistry()) as address:
+        assert ask(address, b"GET /metrics HTTP/1.0\r\n\r\n")[0].split()[1] == "200"
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GET /metrics HTTP/1.1", 200),
+        (b"GET /metrics and more HTTP/1.1", 400),
+        (b"GET /metrics?broken HTTP/1.1", 500),
+    ],
+)
+def test_an_answer_does_not_tell_the_version_of_python(
+    request_line: bytes, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down() -> Iterable[Metric]:
+        raise ValueError("a bug")
+
+    registry = CollectorRegistry()
+    if b"broken" in request_line:
+        monkeypatch.setattr(registry, "collect", break_down)
+    with serving(registry) as address:
+        head, _ = ask(address, request_line + b"\r\n\r\n")
+
+    assert head.split()[1] == str(status)
+    assert "server: pagewire" in head.lower().split("\r\n")
+
+
 def test_metrics_travel_encrypted_where_the_door_says_so(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     tls = front_door(authority.settings()).ssl_context("127.0.0.1")
