@@ -10,7 +10,7 @@ from http_gateway.answer_text import SPECIAL_MARKERS, AnswerText
 from http_gateway.exchange import Exchange
 from http_gateway.fields import Fields, Unsupported
 from http_gateway.generation import FINISH_REASONS, Counts, Generation
-from http_gateway.messages import Tools, chat_field, take_messages, take_tools
+from http_gateway.messages import Tools, chat_field, read_messages, take_tools
 from http_gateway.parts import CallArguments, CallBegins, Content, Part, Reasoning
 from http_gateway.sampling import field_name, take_sampling
 from http_gateway.sse import DONE, Chunks, compact, quoted
@@ -114,7 +114,7 @@ def parse_chat(body: dict[str, Any], model: Model, names: dict[str, str]) -> Cha
     fields.refuse_unsupported(UNSUPPORTED)
     drop_without_effect(fields)
     delivery = take_stream_options(fields)
-    messages = take_messages(fields)
+    given = fields.array("messages")
     tools = take_tools(fields, model)
     is_parallel = fields.flag("parallel_tool_calls", True)
     has_logprobs = fields.flag("logprobs")
@@ -125,6 +125,7 @@ def parse_chat(body: dict[str, Any], model: Model, names: dict[str, str]) -> Cha
     options = take_sampling(fields, names, max_tokens=max_tokens)
     model_name = fields.text("model")
     fields.refuse_others()
+    messages = read_messages(given)
     if has_logprobs:
         options["logprobs"], names["logprobs"] = top_logprobs, "top_logprobs"
     tools.hold(options, names, model, is_parallel=is_parallel)

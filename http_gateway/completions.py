@@ -70,7 +70,7 @@ def parse_completion(
     fields.refuse_unsupported(UNSUPPORTED)
     drop_without_effect(fields)
     delivery = take_stream_options(fields)
-    prompts, is_batch = _prompts(fields.take("prompt"), config.max_prompts)
+    prompt = fields.take("prompt")
     has_echo = fields.flag("echo")
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
     options = take_sampling(fields, names, max_tokens=("max_tokens",))
@@ -86,6 +86,7 @@ def parse_completion(
         raise refused("best_of", shown(best_of), allowed, code="unsupported_parameter")
     model = fields.text("model")
     fields.refuse_others()
+    prompts, is_batch = _prompts(prompt, config.max_prompts)
     return CompletionRequest(
         prompts=prompts,
         is_batch=is_batch,

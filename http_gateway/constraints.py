@@ -59,9 +59,9 @@ def _format(fields: Fields, schema_fields: Callable[[Fields], Fields]) -> list[F
         schema.text("description")
         schema.flag("strict")  # in any case
         found = [(schema.name("schema"), kind, schema.take("schema"))]
+        schema.refuse_others()
         if found[0][2] is None:
             raise schema.refused("schema", "nothing", "a JSON schema")
-        schema.refuse_others()
     fields.refuse_others()
     return found
 

@@ -41,9 +41,8 @@ def check_count(path: str, values: Sequence[object], what: str, at_most: int) ->
         raise refused(path, f"{len(values)} {what}", f"at most {at_most}")
 
 
-def take_messages(fields: Fields) -> list[dict[str, Any]]:
-    """Take the messages of a request, which the client's validator then checks."""
-    messages = fields.array("messages")
+def read_messages(messages: list[Any]) -> list[dict[str, Any]]:
+    """Return the messages of a request, which the client's validator then checks."""
     if not messages:
         raise refused("messages", "none", "at least one message")
     check_count("messages", messages, "messages", MAX_MESSAGES)
@@ -204,15 +203,16 @@ def _chat_tool(flat: Mapping[str, Any]) -> dict[str, Any]:
 def _function_name(function: Fields, *, may_be_strict: bool) -> str:
     """Return the name of a function that a model may call, and check the rest of its fields."""
     name = function.text("name")
+    function.text("description")
+    function.object("parameters")
+    is_strict = function.flag("strict")
+    function.refuse_others()
     if not _FUNCTION_NAME.fullmatch(name):
         allowed = "1 to 128 letters, digits, or any of _ - . :"
         raise function.refused("name", shown_text(name), allowed)
-    function.text("description")
-    function.object("parameters")
-    if function.flag("strict") and not may_be_strict:
+    if is_strict and not may_be_strict:
         allowed = (
             "false, unless tool_choice demands a call: else arguments are what the model writes"
         )
         raise refused(function.name("strict"), "true", allowed, code="unsupported_parameter")
-    function.refuse_others()
     return name

@@ -78,7 +78,7 @@ def parse_response(body: dict[str, Any], model: Model, names: dict[str, str]) ->
     is_stream, stream_options = take_stream(fields)
     stream_options.refuse_others()
     constraint = _take_text(fields.object("text"), names)
-    messages = input_messages(fields.text("instructions"), fields.take("input"))
+    instructions, given = fields.text("instructions"), fields.take("input")
     tools = take_tools(fields, model, is_flat=True)
     is_parallel = fields.flag("parallel_tool_calls", True)
     has_logprobs = _takes_logprobs(fields)
@@ -93,6 +93,7 @@ def parse_response(body: dict[str, Any], model: Model, names: dict[str, str]) ->
         options["constraint"] = constraint
     model_name = fields.text("model")
     fields.refuse_others()
+    messages = input_messages(instructions, given)
     tools.hold(options, names, model, is_parallel=is_parallel)
     if has_logprobs:
         options["logprobs"] = top_logprobs

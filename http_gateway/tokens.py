@@ -5,7 +5,7 @@ from typing import Any
 
 from http_gateway.exchange import Exchange
 from http_gateway.fields import Fields, Unsupported
-from http_gateway.messages import chat_field, take_messages, take_tools
+from http_gateway.messages import chat_field, read_messages, take_tools
 from http_gateway.wire import RouterLink
 from pagewire import Model
 from pagewire.protos import inference_pb2
@@ -70,14 +70,14 @@ def _parse(body: dict[str, Any], model: Model) -> tuple[inference_pb2.TokenizeRe
         request = tokenize_request(prompt, name, add_special_tokens=adds_special)
         return request, with_pieces
     fields.refuse_unsupported(_OF_CHAT)
-    messages = take_messages(fields)
+    given = fields.array("messages")
     tools = take_tools(fields, model).shown
     continues = fields.flag("continue_final_message")
     begins = fields.flag("add_generation_prompt", not continues)
     adds_special = fields.flag("add_special_tokens", False)
     fields.refuse_others()
     request = tokenize_chat_request(
-        messages,
+        read_messages(given),
         tools,
         name,
         add_special_tokens=adds_special,

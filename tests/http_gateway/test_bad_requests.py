@@ -70,6 +70,34 @@ def test_a_request_without_what_it_needs_says_what_is_missing(address, path):
     assert answer.error["param"] == NEEDED[path]
 
 
+@pytest.mark.parametrize("path", NEEDED)
+def test_a_slip_in_the_name_of_what_a_request_needs_is_told_before_that_it_is_missing(
+    address, path
+):
+    name = NEEDED[path]
+    slip = name[:3] + name[4:]
+
+    error = exchange(address, request(path, json.dumps({slip: ["BAD"]}))).error
+
+    meant = f"{slip}: found an unknown parameter (did you mean {name!r}?); allowed: "
+    assert error["message"].startswith(meant)
+    assert (error["param"], error["code"]) == (slip, "unknown_parameter")
+
+
+FUNCTION = '{"tools": [{"type": "function", "function": {"nam": "f"}}]}'
+FORMAT = '{"response_format": {"type": "json_schema", "json_schema": {"shema": {}}}}'
+
+
+@pytest.mark.parametrize(
+    ("body", "slip"),
+    [(FUNCTION, "tools[0].function.nam"), (FORMAT, "response_format.json_schema.shema")],
+)
+def test_a_slip_within_is_told_before_what_is_missing(address, body, slip):
+    error = exchange(address, request(CHAT, body)).error
+
+    assert error["message"].startswith(f"{slip}: found an unknown parameter (did you mean ")
+
+
 DEEP = "[" * 100_000
 WRONG_BODIES = {
     "nothing": (b"", "it is empty"),
