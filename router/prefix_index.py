@@ -4,9 +4,9 @@ Confirmed entries follow the events of each worker exactly. Speculative entries 
 a routed request is about to create; they bridge the time until the event comes, and expire.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from kv_cache.page_hash import HASH_BYTES
 
@@ -35,7 +35,8 @@ class PrefixIndex:
 
     Invariants: at most `max_pages` confirmed and as many speculative hashes are held; each
     confirmed bit belongs to a worker with a position, and equals that worker's cache at it (but
-    for pages that did not fit).
+    for pages that did not fit). Each expectation is in one entry of the heap, however often it is
+    renewed, and that entry is due no later than it expires.
     """
 
     def __init__(self, *, max_pages: int) -> None:
@@ -45,7 +46,8 @@ class PrefixIndex:
         self._pages: dict[str, set[bytes]] = {}  # worker_id |-> its hashes
         self._positions: dict[str, Position] = {}
         self._expected: dict[bytes, dict[int, float]] = {}  # page hash |-> (bit |-> expires_at)
-        self._expiries: deque[tuple[float, int, tuple[bytes, ...]]] = deque()
+        # Heap: when to look again, bit, page hashes
+        self._expiries: list[tuple[float, int, tuple[bytes, ...]]] = []
 
     @property
     def num_pages(self) -> int:
@@ -94,10 +96,11 @@ class PrefixIndex:
             if page_hash not in self._expected and len(self._expected) >= self._max_pages:
                 break
             expiries = self._expected.setdefault(page_hash, {})
+            if bit not in expiries:
+                entered.append(page_hash)
             expiries[bit] = max(expires_at, expiries.get(bit, expires_at))
-            entered.append(page_hash)
         if entered:
-            self._expiries.append((expires_at, bit, tuple(entered)))
+            heappush(self._expiries, (expires_at, bit, tuple(entered)))
 
     @property
     def expects_pages(self) -> bool:
@@ -150,6 +153,8 @@ class PrefixIndex:
         bit = self._bits.pop(worker_id, 0)
         for page_hash in [h for h, expiries in self._expected.items() if bit in expiries]:
             self._drop_expected(page_hash, bit)
+        self._expiries = [each for each in self._expiries if each[1] != bit]
+        heapify(self._expiries)
 
     def check_integrity(self) -> None:
         """Assert that both directions of the index agree and the bounds hold."""
@@ -163,6 +168,11 @@ class PrefixIndex:
         bits = list(self._bits.values())
         assert len(set(bits)) == len(bits), "two workers share a bit"
         assert all(expiries for expiries in self._expected.values())
+        entered = {(h, bit): at for at, bit, hashes in self._expiries for h in hashes}
+        expected = {(h, bit): at for h, each in self._expected.items() for bit, at in each.items()}
+        assert sum(len(hashes) for _, _, hashes in self._expiries) == len(expected)
+        assert entered.keys() == expected.keys(), "expectations and the heap differ"
+        assert all(entered[each] <= expected[each] for each in expected)
 
     def _bit(self, worker_id: str) -> int:
         bit = self._bits.get(worker_id)
@@ -191,10 +201,16 @@ class PrefixIndex:
 
     def _expire(self, now: float) -> None:
         while self._expiries and self._expiries[0][0] <= now:
-            _, bit, page_hashes = self._expiries.popleft()
+            _, bit, page_hashes = heappop(self._expiries)
+            renewed: dict[float, list[bytes]] = {}
             for page_hash in page_hashes:
-                if self._expected.get(page_hash, {}).get(bit, now + 1) <= now:
+                expires_at = self._expected[page_hash][bit]
+                if expires_at <= now:
                     self._drop_expected(page_hash, bit)
+                else:
+                    renewed.setdefault(expires_at, []).append(page_hash)
+            for expires_at, kept in renewed.items():
+                heappush(self._expiries, (expires_at, bit, tuple(kept)))
 
     def _drop_expected(self, page_hash: bytes, bit: int) -> None:
         expiries = self._expected[page_hash]

@@ -1,4 +1,5 @@
 import random
+import tracemalloc
 from collections.abc import Iterable
 
 import pytest
@@ -114,6 +115,59 @@ def test_a_renewed_expectation_lives_as_long_as_the_newest() -> None:
     assert index.match(CHAINS[0], 6.0) == {"decode-0": 2}
     assert index.match(CHAINS[0], 9.0) == {}
     assert not index._expected
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_expectations_equal_naive_ones_and_take_no_more_room_than_they_need(seed: int) -> None:
+    rng = random.Random(seed)
+    index = PrefixIndex(max_pages=1000)
+    naive: dict[tuple[str, bytes], float] = {}  # worker, page hash |-> when it expires
+    now = 0.0
+
+    for _ in range(400):
+        now += rng.choice([0.0, 0.0, 0.5, 3.0])
+        worker_id, chain = rng.choice(WORKERS), rng.choice(CHAINS)
+        pages, expires_at = chain[: rng.randrange(13)], now + rng.choice([0.0, 2.0, 5.0])
+        if rng.random() < 0.05:
+            index.remove_worker(worker_id)
+            naive = {key: at for key, at in naive.items() if key[0] != worker_id}
+        else:
+            index.expect(worker_id, pages, expires_at)
+            for page in pages:
+                key = worker_id, page
+                naive[key] = max(expires_at, naive.get(key, 0.0))
+
+        index.check_integrity()
+        for asked in CHAINS:
+            known = {name: {page for each, page in naive if each == name} for name in WORKERS}
+            live = {
+                name: {page for page in pages if naive[name, page] > now}
+                for name, pages in known.items()
+            }
+            depths = {name: depth(live[name], asked) for name in WORKERS}
+            assert index.match(asked, now) == {n: d for n, d in depths.items() if d}
+        naive = {key: at for key, at in naive.items() if at > now}
+        index.check_integrity()
+
+
+def test_a_prompt_that_is_repeated_before_its_pages_expire_takes_no_more_memory() -> None:
+    def prompt() -> list[bytes]:  # each request computes its own hashes
+        return [page.to_bytes(16, "big") for page in range(2000)]
+
+    index = PrefixIndex(max_pages=10_000)
+    tracemalloc.start()
+    try:
+        index.expect("decode-0", prompt(), expires_at=5.0)
+        once, _ = tracemalloc.get_traced_memory()
+        for number in range(50):
+            now = number * 0.01
+            index.match(prompt(), now)
+            index.expect("decode-0", prompt(), expires_at=now + 5.0)
+        often, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert often < 1.5 * once
 
 
 def test_memory_is_bounded_and_beginnings_stay() -> None:
