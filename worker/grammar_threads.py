@@ -26,8 +26,15 @@ class _Piece(NamedTuple):
     then: Then
 
 
+class _Done(NamedTuple):
+    error: Exception | None
+    seconds: float
+
+
 class GrammarThreads:
     """Runs pieces of work, in turns of a few milliseconds; salts alternate, each in its own order.
+
+    A salt whose last piece took a whole turn has turns of its own: nothing of others waits in them.
 
     Args:
         run_blocking: Runs a turn in a thread.
@@ -38,6 +45,7 @@ class GrammarThreads:
         self._run_blocking = run_blocking
         self._tasks = tasks
         self._waiting: dict[bytes, deque[_Piece]] = {}  # salt |-> its pieces, never none
+        self._slow: set[bytes] = set()  # those of the waiting whose last piece took a whole turn
         self._num_running = 0
         self._is_starting = False  # one of these will take what was added meanwhile
         self._is_slow = False  # the last turn took all its time: threads share what waits
@@ -80,35 +88,59 @@ class GrammarThreads:
         self._is_starting = False
         try:
             while pieces := self._take():
-                errors: list[Exception | None] = []
+                done: list[_Done] = []
                 begun_at = clock()
                 try:
-                    await self._run_blocking(lambda: _work(pieces, errors, clock))  # noqa: B023
+                    await self._run_blocking(lambda: _work(pieces, done, clock))  # noqa: B023
                 except Exception as error:  # no thread could begin
-                    errors = [error] * len(pieces)
+                    done = [_Done(error, 0.0)] * len(pieces)
                 self._is_slow = clock() >= begun_at + TURN_S
-                if len(errors) < len(pieces):
-                    self._put_back(pieces[len(errors) :])
+                if len(done) < len(pieces):
+                    self._put_back(pieces[len(done) :])
                     while self._num_running < MAX_RUNNING:
                         self._start_thread()
-                for piece, found in zip(pieces, errors, strict=False):
-                    piece.then(found)
+                for piece, each in zip(pieces, done, strict=False):
+                    self._note(piece.salt, is_slow=each.seconds >= TURN_S)
+                    piece.then(each.error)
         finally:
             self._num_running -= 1
 
     def _take(self) -> list[_Piece]:
-        """Take the pieces of a turn: one of each salt, then the next of each."""
+        """Take the pieces of a turn: one of each salt, then the next of each.
+
+        A slow salt is left out, or has the turn for one piece if it is the next.
+        """
+        first = next(iter(self._waiting), None)
+        if first in self._slow:
+            return [self._take_of(first)]
         most = MAX_PIECES
         if self._is_slow:
             most = min(most, -(-sum(map(len, self._waiting.values())) // MAX_RUNNING))
         pieces: list[_Piece] = []
-        while self._waiting and len(pieces) < most:
-            salt = next(iter(self._waiting))
-            line = self._waiting.pop(salt)
-            pieces.append(line.popleft())
-            if line:
-                self._waiting[salt] = line  # as the last
+        while len(pieces) < most and (salt := self._next_quick()) is not None:
+            pieces.append(self._take_of(salt))
         return pieces
+
+    def _next_quick(self) -> bytes | None:
+        return next((each for each in self._waiting if each not in self._slow), None)
+
+    def _take_of(self, salt: bytes) -> _Piece:
+        """Take a piece of a salt, which comes last then."""
+        line = self._waiting.pop(salt)
+        piece = line.popleft()
+        if line:
+            self._waiting[salt] = line
+        else:
+            self._slow.discard(salt)
+        return piece
+
+    def _note(self, salt: bytes, *, is_slow: bool) -> None:
+        """Note how long a piece took; a slow salt goes behind those that came meanwhile."""
+        if not is_slow or salt not in self._waiting:
+            self._slow.discard(salt)
+            return
+        self._slow.add(salt)
+        self._waiting[salt] = self._waiting.pop(salt)
 
     def _put_back(self, pieces: list[_Piece]) -> None:
         """Have pieces that were not begun done first."""
@@ -122,15 +154,18 @@ class GrammarThreads:
         self._waiting = lines | self._waiting
 
 
-def _work(pieces: list[_Piece], errors: list[Exception | None], clock: Callable[[], float]) -> None:
-    """Work on pieces until the turn is over, at least on one; append the error of each."""
-    end = clock() + TURN_S
+def _work(pieces: list[_Piece], done: list[_Done], clock: Callable[[], float]) -> None:
+    """Work on pieces until the turn is over, at least on one; append what became of each."""
+    begun_at = clock()
+    end = begun_at + TURN_S
     for piece in pieces:
+        found: Exception | None = None
         try:
             piece.work()
         except Exception as error:  # a bug in one piece must not lose the others
-            errors.append(error)
-        else:
-            errors.append(None)
-        if clock() >= end:
+            found = error
+        now = clock()
+        done.append(_Done(found, now - begun_at))
+        if now >= end:
             return
+        begun_at = now

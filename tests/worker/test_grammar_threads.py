@@ -78,6 +78,46 @@ def test_a_tenant_waits_for_a_turn_of_another_and_not_for_all_its_work(
     assert len(done) == 36
 
 
+def test_short_work_waits_for_one_long_piece_of_another_tenant_and_its_result_for_none() -> None:
+    begun: list[str] = []
+    is_over: dict[str, threading.Event] = {}
+
+    async def main() -> None:
+        tasks = BackgroundTasks()
+        threads = GrammarThreads(asyncio.to_thread, tasks)
+
+        def long(name: str) -> None:
+            begun.append(name)
+            assert is_over[name].wait(SOON_S)
+
+        async def begin(num_pieces: int) -> None:
+            while len(begun) < num_pieces:
+                await asyncio.sleep(0.001)
+
+        threads.add(b"a", lambda: time.sleep(LONG_S), lambda _: None)
+        for number in range(MAX_RUNNING + 4):
+            name = f"a{number}"
+            is_over[name] = threading.Event()
+            threads.add(b"a", lambda name=name: long(name), lambda _: None)
+        try:
+            await begin(MAX_RUNNING)  # each of which takes longer than a turn
+            for ended in range(4):
+                short = asyncio.create_task(threads.run(b"b", lambda: "short"))
+                await asyncio.sleep(LONG_S)
+                assert not short.done()
+                is_over[begun[ended]].set()
+                assert await asyncio.wait_for(short, 1.0) == "short", "it waits for more of a's"
+                await begin(MAX_RUNNING + ended + 1)
+        finally:
+            for each in is_over.values():
+                each.set()
+        await tasks.wait()
+        assert not threads._slow
+        assert not threads._waiting
+
+    in_threads(main())
+
+
 def test_long_work_that_came_at_once_is_shared_among_threads() -> None:
     meeting = threading.Barrier(MAX_RUNNING)
 
