@@ -181,6 +181,27 @@ def test_a_certificate_that_is_trusted_itself_is_no_reason(authority: Authority)
     asyncio.run(ask())
 
 
+def test_of_two_certificates_that_are_trusted_themselves_a_router_may_show_either(
+    authority: Authority, tmp_path: Path
+) -> None:
+    """So its renewal cuts nobody off; see Renewal in docs/security.md."""
+    settings = authority.settings()
+    former = Path(settings.front.certificate_file).read_bytes()
+    renewed = Path(authority.pair("localhost").certificate_file).read_bytes()
+    trusted = tmp_path / "trusted.crt"
+    tls = Tls(authority_file=trusted, server_name="localhost")
+
+    with serving_in_thread(hello, front_door(settings)) as (address, _):
+        for content, is_trusted in ((renewed, False), (renewed + former, True)):
+            trusted.write_bytes(content)
+            with Client(address, tls=tls) as client:
+                if is_trusted:
+                    assert client.generate("x").text == "Hello"
+                    continue
+                with pytest.raises(TlsError, match="not trusted"):
+                    client.generate("x")
+
+
 def test_a_router_that_ends_while_it_is_asked_is_no_reason(authority: Authority) -> None:
     pem = Tls(authority_file=authority.file).load().current()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
