@@ -10,8 +10,17 @@ class OutputLost(Exception):
 
 
 def say(line: str) -> None:
-    """Print one line at once and unwrapped, so that scripts can wait for it."""
-    print(line, flush=True)
+    """Print one line at once and unwrapped, so that scripts can wait for it.
+
+    Such lines tell of work, which goes on without them: in silence if their reader has left, else
+    after one warning.
+    """
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        pass
+    except OutputLost as lost:
+        sys.stderr.write(f"warning: {lost}\n")
 
 
 def guard_standard_output() -> None:

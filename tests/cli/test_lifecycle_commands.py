@@ -1,12 +1,13 @@
 """What the commands for a running cluster say; Ray and the cluster are fakes."""
 
+import os
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 
 from cli import bring_up, lifecycle_commands
-from cluster import attach, launch
+from cluster import attach, launch, scale_out
 from tests.support.command_line import run_main
 
 
@@ -48,6 +49,32 @@ def test_an_interrupted_down_says_that_it_is_to_be_run_again(host, step):
     assert result.stderr == f"stopped by SIGINT before it was done; {again}\n"
     assert result.returncode == 130
     assert result.stdout == "stopping; running requests have 7 s\n"
+
+
+FULL = "warning: standard output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["reader gone", "disk full"])
+@pytest.mark.parametrize("command", [("scale", "--decode", "3"), ("down",)], ids=" ".join)
+def test_output_that_nobody_takes_does_not_undo_the_work(host, monkeypatch, command, is_full):
+    done = []
+
+    def work(*arguments):
+        begun = arguments[-1]
+        begun("starting decode-2") if command[0] == "scale" else begun()
+        done.append("work")
+
+    host.ends = work
+    host.ends_head = lambda: done.append("head")
+    monkeypatch.setattr(scale_out, "scale_cluster", work)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+
+    with os.fdopen(write_end, "w") as pipe, open("/dev/full", "w") as full:
+        result = run_main(*command, stdout=full if is_full else pipe)
+
+    assert done == (["work"] if command[0] == "scale" else ["work", "head"])
+    assert (result.returncode, result.stderr) == (0, FULL if is_full else "")
 
 
 @pytest.mark.parametrize(
