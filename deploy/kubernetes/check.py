@@ -48,6 +48,8 @@ FIELDS = {
     "configMapGenerator": _GENERATOR,
     "secretGenerator": f"{_GENERATOR} type",
 }
+# The names that the manifests have for images, until an overlay replaces them or adds a tag.
+OWN_IMAGES = re.compile(r"(?m)^\s*(?:- )?image: (pagewire(?:-router)?)$")
 BEHAVIORS = ("create", "merge", "replace")  # of a generator's object; without one: create
 
 
@@ -141,6 +143,11 @@ def rendered_faults(overlay: Path, kubectl: str) -> Iterator[str]:
     objects = [each for each in yaml.load_all(done.stdout, Loader=loader) if each]
     written = yaml.safe_load((overlay / FILE).read_text(encoding="utf-8"))
     yield from _idle(overlay / FILE, written, objects, done.stdout)
+    for name in sorted(set(OWN_IMAGES.findall(done.stdout))):
+        yield (
+            f"{overlay / FILE}: images: found none for {name}; allowed: newTag, and newName unless "
+            "the nodes have the image; base has neither, since overlays give them"
+        )
     configs = [
         each["data"]["cluster.yaml"]
         for each in objects

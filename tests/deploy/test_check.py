@@ -236,6 +236,18 @@ spec:
     assert checked(production) == 0
 
 
+def test_what_names_no_image_as_the_base_cannot_be_applied(production, capsys):
+    assert checked(KUBERNETES / "base") == 2
+    assert "images: found none for pagewire; allowed: newTag, and newName" in (
+        capsys.readouterr().err
+    )
+
+    unnamed = "  - name: pagewire-router\n    newName: registry.example.com/pagewire-router\n"
+    replace(production / KUSTOMIZATION, (f"{unnamed}    newTag: 0.1.0\n", ""))
+    assert checked(production) == 2
+    assert "images: found none for pagewire-router; allowed" in capsys.readouterr().err
+
+
 def test_the_time_to_stop_is_that_of_the_launcher():
     sleeps_s = 5  # in the hook of the container up
     assert sleeps_s + 2 * STOP_MARGIN_S + END_TIMEOUT_S + STOP_SPARE_S == STOPPING_S
