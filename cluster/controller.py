@@ -13,11 +13,11 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -42,7 +42,15 @@ from cluster.placement import (
     place_worker,
     successor_of,
 )
-from cluster.places import Node, Place, check_move, check_room, choose_places, told_waiting
+from cluster.places import (
+    Node,
+    Place,
+    check_move,
+    check_room,
+    choose_places,
+    is_limited,
+    told_waiting,
+)
 from cluster.pool_config import pool_of
 from cluster.preflight import check_growth
 from cluster.ray_actors import workers_on
@@ -70,6 +78,7 @@ from options.kept_by_name import kept_by_name
 from router.membership import PoolName, WorkerMember
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PUSH_TIMEOUT_S = 5.0
 REPLACE_PERIOD_S = 5.0
@@ -176,35 +185,17 @@ class ControllerActor:
         Raises:
             StartError: A host does not answer.
         """
-        config, home = self._deployment.config, self._deployment.home_resource
+        home = self._deployment.home_resource
         used = {each.node_id for each in self._membership.places.values()}
-        nodes = [
+        looks = await self._look_at(
             each
             for each in hosts_now()[0]
             if each["Alive"] and (each["NodeID"] in used or home in each["Resources"])
-        ]
-        authority = b""
-        with suppress(ConfigError):  # this host tells it
-            authority = await asyncio.to_thread(own_authority, config)
-        calls = [
-            next_start_of(each, config.tls_settings, authority, is_home=home in each["Resources"])
-            for each in nodes
-        ]
-        try:
-            async with asyncio.timeout(CODE_TIMEOUT_S):
-                found: list[NextStart] = await asyncio.gather(*calls)
-        except (TimeoutError, ray.exceptions.RayError) as error:
-            raise StartError(
-                f"a host did not tell the version of its code ({type(error).__name__}); nothing "
-                "has changed; see `ray status`"
-            ) from error
+        )
         return Contracts(
             running=tuple(sorted({each.contract_version for each in self._membership.members})),
-            to_start={
-                node["NodeManagerAddress"]: each.contract_version
-                for node, each in zip(nodes, found, strict=True)
-            },
-            problems=self._file_problems(list(zip(nodes, found, strict=True))),
+            to_start={node["NodeManagerAddress"]: each.contract_version for node, each in looks},
+            problems=self._file_problems(looks),
         )
 
     async def scale(
@@ -219,16 +210,20 @@ class ControllerActor:
         Raises:
             ClusterError: Nothing has changed.
         """
-        self._check_open()
         config, device = self._deployment.config, self._deployment.device
-        workers = self._workers()
-        plan = plan_scale(workers, config, device, wanted)
-        if plan.starts:
-            names = [*(workers.staying - set(plan.drains)), *plan.starts]
-            check_growth(config, device, Counter(map(pool_of, names)))
-        places = self._places_for(plan.starts)
-        if not config.pool_resources:  # hosts do not join later
-            check_room(places)
+
+        def decide() -> tuple[ScalePlan, dict[str, Place]]:
+            workers = self._workers()
+            plan = plan_scale(workers, config, device, wanted)
+            if plan.starts:
+                names = [*(workers.staying - set(plan.drains)), *plan.starts]
+                check_growth(config, device, Counter(map(pool_of, names)))
+            places = self._places_for(plan.starts)
+            if not config.pool_resources:  # hosts do not join later
+                check_room(places)
+            return plan, places
+
+        plan, places = await self._on_sound_hosts(decide)
         actors = {name: self._place(name, where) for name, where in places.items()}
         await self._dismiss(plan.drains, grace_s)
         return actors, replace(plan, waiting=told_waiting(places))
@@ -257,15 +252,19 @@ class ControllerActor:
         Raises:
             ClusterError: Nothing has changed.
         """
-        self._check_open()
         config, device = self._deployment.config, self._deployment.device
-        workers = self._workers()
-        name = plan_move(workers, config, device, worker_id, pool)
-        names = [*(workers.staying - {worker_id}), name]
-        check_growth(config, device, Counter(map(pool_of, names)))
-        place = replace(self._membership.places[worker_id], group=group_of(worker_id))
-        check_move(worker_id, place, config.pool(pool).amounts, hosts_now()[0])
-        actor = self._place(name, place, is_new=False)
+
+        def decide() -> tuple[str, dict[str, Place]]:
+            workers = self._workers()
+            name = plan_move(workers, config, device, worker_id, pool)
+            names = [*(workers.staying - {worker_id}), name]
+            check_growth(config, device, Counter(map(pool_of, names)))
+            place = replace(self._membership.places[worker_id], group=group_of(worker_id))
+            check_move(worker_id, place, config.pool(pool).amounts, hosts_now()[0])
+            return name, {name: place}
+
+        name, places = await self._on_sound_hosts(decide)
+        actor = self._place(name, places[name], is_new=False)
         await self._dismiss((worker_id,), grace_s)
         return name, actor
 
@@ -483,6 +482,62 @@ class ControllerActor:
         answering = (staying & self._heard_of()) - self._membership.restarting
         return ClusterWorkers(staying=staying, leaving=leaving, answering=answering)
 
+    async def _on_sound_hosts(
+        self, decide: Callable[[], tuple[T, dict[str, Place]]]
+    ) -> tuple[T, dict[str, Place]]:
+        """Return a decision and its new places, whose hosts can use their files of TLS now.
+
+        Nothing awaits after the decision: while hosts look at their files, others may change the
+        cluster, so it is made again.
+
+        Raises:
+            ClusterError: Raised by the decision, a host does not answer, or its files are wrong.
+        """
+        sound: set[str] = set()  # hosts, by node_id
+        while True:
+            self._check_open()
+            decision, places = decide()
+            if not self._deployment.config.tls.is_on:
+                return decision, places
+            new = {
+                each["NodeID"]: each for each in _hosts_of(places) if each["NodeID"] not in sound
+            }
+            if not new:
+                return decision, places
+            looks = await self._look_at(new.values())
+            if wrong := [found.wrong_files for _, found in looks if found.wrong_files]:
+                told = (
+                    f"{', '.join(places)} could not start with these files; nothing has changed; "
+                    "mend the files, then try again"
+                )
+                raise StartError("\n".join([*wrong, told]))
+            sound |= new.keys()
+
+    async def _look_at(self, nodes: Iterable[Node]) -> list[tuple[Node, NextStart]]:
+        """Ask hosts what their next processes would start with.
+
+        Raises:
+            StartError: One does not answer.
+        """
+        config, home = self._deployment.config, self._deployment.home_resource
+        nodes = list(nodes)
+        authority = b""
+        with suppress(ConfigError):  # this host tells it
+            authority = await asyncio.to_thread(own_authority, config)
+        calls = [
+            next_start_of(each, config.tls_settings, authority, is_home=home in each["Resources"])
+            for each in nodes
+        ]
+        try:
+            async with asyncio.timeout(CODE_TIMEOUT_S):
+                found: list[NextStart] = await asyncio.gather(*calls)
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            raise StartError(
+                "a host did not tell what its next processes would start with "
+                f"({type(error).__name__}); nothing has changed; see `ray status`"
+            ) from error
+        return list(zip(nodes, found, strict=True))
+
     def _file_problems(
         self, looks: Collection[tuple[Node, NextStart]]
     ) -> dict[str, tuple[str, ...]]:
@@ -632,6 +687,16 @@ class ControllerActor:
         """Tell the routers, and wait until they apply it. A returning router is told then."""
         self._publish()
         await self._members.wait_applied(PUSH_TIMEOUT_S)
+
+
+def _hosts_of(places: Mapping[str, Place]) -> list[Node]:
+    """Return the hosts on which Ray may start workers at these places now."""
+    nodes, free = hosts_now()
+    chosen = {each.node_id for each in places.values()}
+    # Workers that nothing limits have no place: Ray starts them wherever it may.
+    if any(not each.node_id and not is_limited(each.resources) for each in places.values()):
+        chosen |= free.keys()
+    return [each for each in nodes if each["Alive"] and each["NodeID"] in chosen]
 
 
 async def _end_gateway(gateway: str, grace_s: float) -> None:

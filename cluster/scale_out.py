@@ -7,10 +7,10 @@ from typing import Any
 
 import ray
 
-from cluster.attach import ask, router_address
+from cluster.attach import ASK_TIMEOUT_S, ask, router_address
 from cluster.certificates import own_client
 from cluster.config import ClusterConfig
-from cluster.controller import ClusterFacts
+from cluster.controller import CODE_TIMEOUT_S, ClusterFacts
 from cluster.errors import ClusterError, StartError
 from cluster.interruption import NOTHING_CHANGED, told_at_interrupt
 from cluster.placement import ROUTER_NAME
@@ -19,6 +19,7 @@ from cluster.readiness import wait_ready, wait_until_served
 from cluster.scaling import ScalePlan, find_pool, told_workers
 
 LEAVE_MARGIN_S = 45.0  # beyond the grace: to close connections, and a start that drains at its end
+CHANGE_TIMEOUT_S = ASK_TIMEOUT_S + CODE_TIMEOUT_S  # hosts look at their files first
 LOOK_PERIOD_S = 0.1
 FORGET_TIMEOUT_S = 5.0
 SHOWN = "`pagewire status` shows it"
@@ -45,7 +46,7 @@ def scale_cluster(
     facts, grace_s = _facts_and_grace(controller, grace_s)
     with told_at_interrupt(CONTINUES):
         by_key = {find_pool(facts.config, name, "--pool"): each for name, each in wanted.items()}
-        actors, plan = ask(controller.scale.remote(by_key, grace_s))
+        actors, plan = ask(controller.scale.remote(by_key, grace_s), CHANGE_TIMEOUT_S)
     with told_at_interrupt(_goes_on(plan)):
         if plan.starts:
             say(f"starting {', '.join(plan.starts)}")
@@ -120,7 +121,7 @@ def move_worker(
     facts, grace_s = _facts_and_grace(controller, grace_s)
     key = find_pool(facts.config, pool, "--to")
     with told_at_interrupt(CONTINUES):
-        name, actor = ask(controller.move.remote(worker_id, key, grace_s))
+        name, actor = ask(controller.move.remote(worker_id, key, grace_s), CHANGE_TIMEOUT_S)
     with told_at_interrupt(f"{worker_id} is still leaving, and {name} then starts; {SHOWN}"):
         say(_draining([worker_id], grace_s))
         _wait_gone(_listed([worker_id]), grace_s)

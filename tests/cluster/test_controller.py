@@ -323,6 +323,99 @@ def test_a_restart_hears_which_processes_could_not_use_the_files_of_their_hosts(
     asyncio.run(main())
 
 
+class Files:
+    """Files of TLS of the hosts: `wrong` says what is wrong, by node_id; `asked` are in order."""
+
+    def __init__(self, world, monkeypatch, folder):
+        tls = Authority(folder).settings(asks_clients=False)
+        config = replace(world.deployment.config, tls=tls.inside, front_tls=tls.front)
+        world.deployment = replace(world.deployment, config=config)
+        self.wrong = {}
+        self.asked = []
+        self.on_look = lambda: None
+        monkeypatch.setattr(module, "next_start_of", self._next_start_of)
+
+    async def _next_start_of(self, node, settings, content, *, is_home):
+        self.asked.append(node["NodeID"])
+        await asyncio.sleep(0)
+        self.on_look()
+        return NextStart(contract_version=8, wrong_files=self.wrong.get(node["NodeID"], ""))
+
+
+REFUSED = "tls: on b, expired\n{} could not start with these files; nothing has changed; mend"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_worker_is_added_on_a_host_whose_files_it_could_not_use(monkeypatch, tmp_path, device):
+    world = World(monkeypatch, device=device)
+    files = Files(world, monkeypatch, tmp_path)
+    files.wrong["n2"] = "tls: on b, expired"
+
+    async def main():
+        await world.start()
+        with pytest.raises(StartError, match=REFUSED.format("decode-2")):
+            await world.controller.scale({"prefill": 1, "decode": 3}, 1.0)
+        assert world.told == []
+        # A GPU is free on n2 alone; without GPUs, Ray starts workers on any host.
+        assert files.asked == (["n2"] if device == "cuda" else ["n1", "n2"])
+
+        files.asked.clear()
+        await world.controller.scale({"prefill": 1}, 1.0)
+        assert (world.told[-1], files.asked) == (("drain", "prefill-1", 1.0), [])
+
+        files.wrong.clear()
+        await world.controller.scale({"decode": 3}, 1.0)
+        assert world.placed.keys() == {"decode-2"}
+
+    asyncio.run(main())
+
+
+def test_no_worker_moves_on_a_host_whose_files_its_successor_could_not_use(
+    monkeypatch, tmp_path, world
+):
+    files = Files(world, monkeypatch, tmp_path)
+    files.wrong = {"n1": "tls: on b, expired", "n2": "nobody is there"}
+
+    async def main():
+        await world.start()
+        with pytest.raises(StartError, match=REFUSED.format("prefill-2")):
+            await world.controller.move("decode-1", "prefill", 1.0)
+        assert (world.told, files.asked) == ([], ["n1"])
+
+        del files.wrong["n1"]
+        assert await world.controller.move("decode-1", "prefill", 1.0) == ("prefill-2",) * 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("meanwhile", ["another host is chosen", "the cluster stops"])
+def test_what_changes_while_hosts_look_at_their_files_counts(monkeypatch, tmp_path, meanwhile):
+    world = World(monkeypatch, device="cuda")
+    world.names.remove("decode-1")
+    files = Files(world, monkeypatch, tmp_path)
+
+    def change():
+        if meanwhile == "the cluster stops":
+            world.controller._is_closed = True
+        else:
+            world.available = {"n1": {"GPU": 1.0}, "n2": {}}
+
+    files.on_look = change
+
+    async def main():
+        await world.start()
+        if meanwhile == "the cluster stops":
+            with pytest.raises(Stopping):
+                await world.controller.scale({"decode": 2}, 1.0)
+            assert world.told == []
+        else:
+            await world.controller.scale({"decode": 2}, 1.0)
+            assert files.asked == ["n2", "n1"]
+            assert [each.node_id for each in world.placed.values()] == ["n1"]
+
+    asyncio.run(main())
+
+
 def worker_names(without=""):
     return [each for each in sorted(worker_ids({"prefill": 2, "decode": 2})) if each != without]
 

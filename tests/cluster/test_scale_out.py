@@ -29,7 +29,7 @@ class Cluster:
         self.move = self._answering("move", (starts[0], starts[0]) if starts else None)
         self.forget = SimpleNamespace(remote=self.forgotten.extend)
         monkeypatch.setattr(ray, "get", lambda call, timeout: call)
-        monkeypatch.setattr(module, "ask", lambda call: call)
+        monkeypatch.setattr(module, "ask", lambda call, timeout_s=0: call)
         monkeypatch.setattr(module, "router_address", lambda: "h:1")
         monkeypatch.setattr(module, "wait_ready", lambda *_: self._reach("wait_ready"))
         monkeypatch.setattr(module, "wait_until_served", lambda *_: None)

@@ -110,7 +110,7 @@ def test_a_host_without_ray_gets_an_answer_over_http(cluster):
 
 
 @pytest.mark.thorough
-def test_a_worker_whose_host_has_lost_its_certificate_is_not_restarted(cluster):
+def test_a_worker_whose_host_has_lost_its_certificate_is_neither_restarted_nor_moved(cluster):
     [address] = {host_of(each) for each in cluster.workers() if each["worker_id"] == "prefill-0"}
     [name] = [each.name for each in cluster.worker_hosts if each.address == address]
     path = Path(load_config(cluster.config, {}).tls.certificate_file.replace(HOST, name))
@@ -120,6 +120,8 @@ def test_a_worker_whose_host_has_lost_its_certificate_is_not_restarted(cluster):
     try:
         with pytest.raises(CommandFailed) as refused:
             on_head(cluster, "restart", "router-0", "prefill-0")
+        with pytest.raises(CommandFailed) as not_moved:
+            on_head(cluster, "move", "prefill-0", "--to", "decode")
     finally:
         away.rename(path)
 
@@ -128,6 +130,8 @@ def test_a_worker_whose_host_has_lost_its_certificate_is_not_restarted(cluster):
     assert "prefill-0 could not start again with these files; nothing has changed" in str(
         refused.value
     )
+    assert told in str(not_moved.value)
+    assert "decode-2 could not start with these files; nothing has changed" in str(not_moved.value)
     assert incarnations(cluster) == before
 
 
