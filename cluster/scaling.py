@@ -1,4 +1,4 @@
-"""Decides which workers start and leave, from names alone, so that the outcome is predictable.
+"""Decides which workers start and leave, from names and who answers: the outcome is predictable.
 
 A cluster keeps a decode worker that answers, and a prefill worker if it has any: the policy of
 routers and the sizes of steps differ between clusters with and without prefill workers.
@@ -107,7 +107,9 @@ def find_pool(config: ClusterConfig, name: str, flag: str) -> str:
 def plan_scale(
     workers: ClusterWorkers, config: ClusterConfig, device: str, wanted: Mapping[str, int]
 ) -> ScalePlan:
-    """Return the workers that start and leave; the highest numbers leave.
+    """Return the workers that start and leave.
+
+    First those leave that have not been heard from lately, then those with the highest numbers.
 
     Args:
         workers: The workers of the cluster.
@@ -134,7 +136,7 @@ def plan_scale(
             )
         if number > len(found):
             starts += itertools.islice(_free_names(workers, pool), number - len(found))
-        drains += found[number:]
+        drains += sorted(found, key=lambda each: each not in workers.answering)[number:]
     if starts and device == "cuda" and config.workers_per_gpu > 1:
         raise ConfigError(
             f"workers_per_gpu: found {config.workers_per_gpu}; allowed: 1 where workers join a "

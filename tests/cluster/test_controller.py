@@ -246,8 +246,6 @@ def test_workers_of_a_role_do_not_all_restart_at_once_nor_leave_while_the_others
         await world.announce("decode-0")  # it still ends
         with pytest.raises(ConfigError, match="decode-1 cannot be drained now"):
             await world.controller.drain("decode-1", 7.0)
-        with pytest.raises(ConfigError, match="decode-1 cannot be drained now"):
-            await world.controller.scale({"decode": 1}, 7.0)
         await world.controller.restart("prefill-0", 7.0)
         told = [each for each in world.told if each[0] in {"restart", "drain"}]
         assert told == [("restart", name, 7.0) for name in ("decode-0", "decode-0", "prefill-0")]
@@ -578,6 +576,20 @@ def test_scaling_places_new_workers_and_lets_others_go_and_what_still_loads_is_e
 
         await world.controller.scale({"decode": 2}, 5.0)
         assert world.told[-1] == ("kill", "decode-2"), "nobody has heard of it, so nothing runs"
+
+    asyncio.run(main())
+
+
+def test_scaling_lets_go_whoever_is_lost_and_the_others_serve_on(world):
+    async def main():
+        await world.start()
+        world.now += HEARD_S + 1
+        for name in worker_names(without="decode-0"):
+            await world.announce(name)
+        _, plan = await world.controller.scale({"decode": 1}, 5.0)
+        assert plan.drains == ("decode-0",)
+        assert ("kill", "decode-0") in world.told
+        assert not any(each[0] == "drain" for each in world.told)
 
     asyncio.run(main())
 

@@ -40,6 +40,18 @@ def test_new_workers_take_the_lowest_free_numbers_and_those_with_the_highest_lea
     assert plan == ScalePlan(starts=("decode-2", "decode-3"), drains=("prefill-9", "prefill-10"))
 
 
+def test_workers_that_do_not_answer_leave_before_those_with_the_highest_numbers():
+    names = worker_ids({"prefill": 1, "decode": 5})
+    running = workers(*names, silent=["decode-0", "decode-3"])
+
+    def leaving(number):
+        return plan_scale(running, CONFIG, "cpu", {"decode": number}).drains
+
+    assert leaving(4) == ("decode-3",)
+    assert leaving(3) == ("decode-0", "decode-3")
+    assert leaving(1) == ("decode-2", "decode-4", "decode-0", "decode-3")
+
+
 def test_a_pool_that_is_not_named_or_has_that_many_stays_as_it_is():
     assert plan_scale(TWO_AND_TWO, CONFIG, "cpu", {"decode": 2}) == ScalePlan(starts=(), drains=())
 
@@ -65,7 +77,7 @@ def test_a_pool_that_is_not_named_or_has_that_many_stays_as_it_is():
         ),
         (
             {"decode": 1},
-            workers(*worker_ids({"prefill": 1, "decode": 2}), silent=["decode-0"]),
+            workers(*worker_ids({"prefill": 1, "decode": 2}), silent=["decode-0", "decode-1"]),
             "decode-1 cannot be drained now: of the decode workers that would remain, decode-0, "
             "none has been heard from lately",
         ),
