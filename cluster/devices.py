@@ -116,21 +116,23 @@ def check_gpus(
         PlacementError: Says how many GPUs are needed.
     """
     needed = gpus_needed(num_prefill, num_decode, workers_per_gpu)
-    if device == "cuda" and needed > num_gpus:
-        shared = f", {workers_per_gpu} to a GPU," if workers_per_gpu > 1 else ""
-        remedies = ""
-        if num_gpus >= 2:
-            remedies = "fewer workers, for more on each GPU with --workers-per-gpu, or for "
-        elif num_gpus and num_prefill:
-            remedies = (
-                "--prefill 0 --decode 1, so that decode workers compute the prompts, for "
-                f"--workers-per-gpu {num_prefill + num_decode}, so that all share the GPU, or for "
-            )
-        raise PlacementError(
-            f"{num_prefill} prefill and {num_decode} decode workers{shared} need {needed} GPUs, "
-            f"and there {'is' if num_gpus == 1 else 'are'} {num_gpus}; ask for "
-            f"{remedies}--device cpu"
+    if device != "cuda" or needed <= num_gpus:
+        return
+    if not num_gpus:
+        raise PlacementError("device: found 'cuda'; allowed: 'cpu', because there are no GPUs")
+    shared = f", {workers_per_gpu} to a GPU," if workers_per_gpu > 1 else ""
+    if num_gpus == 1 and num_prefill:
+        allowed = (
+            "--prefill 0 --decode 1, so that decode workers compute the prompts, --workers-per-gpu "
+            f"{num_prefill + num_decode}, so that all share the GPU, or --device cpu"
         )
+    else:
+        allowed = "fewer workers, more on each GPU with --workers-per-gpu, or --device cpu"
+    raise PlacementError(
+        f"prefill, decode: found {num_prefill} and {num_decode} workers{shared} which need "
+        f"{needed} GPUs; allowed: {allowed}, because there {'is' if num_gpus == 1 else 'are'} "
+        f"{num_gpus}"
+    )
 
 
 def check_port_free(

@@ -144,7 +144,8 @@ def plan_scale(
         )
     for role in ROLES:
         if gone := [each for each in drains if role_of(each) == role]:
-            _check_remaining(workers, role, gone)
+            asked = {_flag(each): str(wanted[each]) for each in dict.fromkeys(map(pool_of, gone))}
+            _check_remaining(workers, role, gone, ", ".join(asked), " and ".join(asked.values()))
     if starts and not config.ray_address:
         roles = Counter(map(role_of, [*workers.staying, *starts]))
         check_port_ranges(config, device, roles["prefill"], roles["decode"])
@@ -192,7 +193,7 @@ def plan_move(
         raise ConfigError(
             f"--to: found {to!r}, which has {MOST_WORKERS} workers; allowed: a pool with fewer"
         )
-    _check_remaining(workers, role_of(worker_id), [worker_id], verb="moved")
+    _check_remaining(workers, role_of(worker_id), [worker_id], "WORKER", repr(worker_id))
     return next(_free_names(workers, pool))
 
 
@@ -206,7 +207,7 @@ def check_drain(workers: ClusterWorkers, worker_id: str) -> None:
         names = ", ".join(workers.names)
         raise ConfigError(f"WORKER: found {worker_id!r}; allowed: {names}")
     if worker_id in workers.staying:
-        _check_remaining(workers, role_of(worker_id), [worker_id])
+        _check_remaining(workers, role_of(worker_id), [worker_id], "WORKER", repr(worker_id))
 
 
 def check_restart(workers: ClusterWorkers, worker_id: str) -> None:
@@ -242,20 +243,22 @@ def _check_known(workers: ClusterWorkers, argument: str, worker_id: str) -> None
 
 
 def _check_remaining(
-    workers: ClusterWorkers, role: str, gone: Collection[str], *, verb: str = "drained"
+    workers: ClusterWorkers, role: str, gone: Collection[str], arguments: str, found: str
 ) -> None:
-    found = workers.of_role(role)
-    named = " and ".join(gone)
-    if len(gone) == len(found):
+    """Refuse what was found in arguments if without `gone` no worker of a role serves."""
+    of_role = workers.of_role(role)
+    others = [each for each in of_role if each not in gone]
+    if not others:
         raise ConfigError(
-            f"{named} cannot be {verb}: {_reason(role, found)}; add one first with "
+            f"{arguments}: found {found}; allowed: what leaves a {role} worker, because "
+            f"{_reason(role, of_role)}; add one first with "
             f"`pagewire scale --{role} {len(workers.of(role)) + 1}`"
         )
-    others = [each for each in found if each not in gone]
     if not workers.answering.intersection(others):
         raise ConfigError(
-            f"{named} cannot be {verb} now: of the {role} workers that would remain, "
-            f"{', '.join(others)}, none has been heard from lately; see `pagewire status`"
+            f"{arguments}: found {found}; allowed: what leaves a {role} worker that serves, "
+            f"because {', '.join(others)} would remain, and nothing has been heard from there "
+            "lately; see `pagewire status`"
         )
 
 

@@ -196,7 +196,7 @@ def test_help_shows_all_flags_whole_in_80_columns_by_section():
                 2,
                 "prefill: found 0; allowed: 1 or more, because the demo",
             ),
-            (["demo", "--device", "cuda"], 1, "need 4 GPUs, and there are 0"),
+            (["demo", "--device", "cuda"], 1, "device: found 'cuda'; allowed: 'cpu', because"),
             (
                 ["serve", "--model", "/nowhere"],
                 2,

@@ -244,7 +244,7 @@ def test_workers_of_a_role_do_not_all_restart_at_once_nor_leave_while_the_others
         with pytest.raises(ConfigError, match="decode-0', which has not been heard from lately"):
             await world.controller.restart("decode-0", 7.0)
         await world.announce("decode-0")  # it still ends
-        with pytest.raises(ConfigError, match="decode-1 cannot be drained now"):
+        with pytest.raises(ConfigError, match=r"found 'decode-1'; .* decode worker that serves"):
             await world.controller.drain("decode-1", 7.0)
         await world.controller.restart("prefill-0", 7.0)
         told = [each for each in world.told if each[0] in {"restart", "drain"}]
@@ -634,9 +634,7 @@ def test_nobody_is_let_go_for_one_that_is_not_heard_of(world):
         world.now += HEARD_S + 1
         await world.announce("decode-0")
 
-        with pytest.raises(
-            ConfigError, match=r"decode-0 cannot be drained now: .*heard from lately"
-        ):
+        with pytest.raises(ConfigError, match=r"found 'decode-0'; .*heard from there lately"):
             await world.controller.drain("decode-0", 1.0)
         await world.controller.drain("decode-1", 1.0)
 
@@ -770,7 +768,7 @@ def test_one_that_moves_leaves_its_place_to_one_of_the_other_pool(monkeypatch):
         assert world.placed == {"decode-2": place}
         world.names.append("decode-2")
         assert (await world.controller.facts()).workers.counts == {"prefill": 1, "decode": 3}
-        with pytest.raises(ConfigError, match="prefill-0 cannot be moved: the last prefill worker"):
+        with pytest.raises(ConfigError, match=r"found 'prefill-0'; .* the last prefill worker"):
             await world.controller.move("prefill-0", "decode", 7.0)
 
         await world.controller.worker_left("prefill-1", 1)

@@ -29,20 +29,22 @@ def test_more_workers_than_gpus_are_refused():
     check_gpus("cuda", 2, 2, 1, 4)
     check_gpus("cpu", 50, 50, 1, 0)
     check_gpus("cuda", 3, 2, 2, 3)
-    with pytest.raises(PlacementError, match=r"2 prefill and 3 decode workers need 5 GPUs.* 4;"):
+    with pytest.raises(PlacementError, match=r"found 2 and 3 workers which need 5 GPUs; .* 4"):
         check_gpus("cuda", 2, 3, 1, 4)
     check_gpus("cuda", 0, 1, 1, 1)
-    with pytest.raises(PlacementError, match=r"is 1; ask for --prefill 0 --decode 1, so that"):
+    with pytest.raises(PlacementError, match=r"allowed: --prefill 0 --decode 1, so .* is 1"):
         check_gpus("cuda", 1, 1, 1, 1)
     with pytest.raises(
-        PlacementError, match=r"workers, 2 to a GPU, need 3 GPUs.* are 2;.*--workers-"
+        PlacementError, match=r"workers, 2 to a GPU, which need 3 GPUs.*--workers-.* are 2"
     ):
         check_gpus("cuda", 3, 2, 2, 2)
     check_gpus("cuda", 2, 2, 4, 1)  # all on one
     with pytest.raises(
-        PlacementError, match=r"need 3 GPUs, and there is 1; .* --workers-per-gpu 5, so that all"
+        PlacementError, match=r"need 3 GPUs; .* --workers-per-gpu 5, so that all .* there is 1"
     ):
         check_gpus("cuda", 3, 2, 2, 1)
+    with pytest.raises(PlacementError, match="device: found 'cuda'; allowed: 'cpu', because there"):
+        check_gpus("cuda", 1, 1, 1, 0)
 
 
 @pytest.mark.parametrize(

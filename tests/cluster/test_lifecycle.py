@@ -203,7 +203,7 @@ REFUSED = (
     ("scale --pool spar=2", "--pool: found 'spar'; allowed: prefill, decode, spare"),
     ("scale --pool spare=two", "--pool: found 'spare=two'; allowed: a pool and the num"),
     ("move decode-0 --to spar", "--to: found 'spar'; allowed: prefill, decode"),
-    ("move decode-0 --to prefill", "decode-0 cannot be moved: the last decode wor"),
+    ("move decode-0 --to prefill", "WORKER: found 'decode-0'; allowed: what lea"),
 )
 
 

@@ -149,7 +149,7 @@ def test_more_workers_than_gpus_are_refused_without_a_look_at_torch(monkeypatch,
     monkeypatch.setattr(preflight, "count_gpus", lambda: pytest.fail("it imports torch"))
     ample = HostMemory(total_bytes=64 * GIB, free_bytes=60 * GIB)
 
-    with pytest.raises(PlacementError, match=r"2 prefill and 1 decode workers need 3 GPUs.* are 2"):
+    with pytest.raises(PlacementError, match=r"found 2 and 1 workers which need 3 GPUs.* are 2"):
         check_on_a_host_with(monkeypatch, ample, device=device, prefill=2, decode=1)
 
 
@@ -255,7 +255,7 @@ def test_a_lack_of_gpus_is_refused_without_slow_imports(command, num_prefill):
 
     [line], slow = refused(command, demo_model_dir(), *options)
 
-    assert line.startswith(f"error: {num_prefill} prefill and 1 decode workers need ")
+    assert line == "error: device: found 'cuda'; allowed: 'cpu', because there are no GPUs"
     assert slow == set()
 
 
@@ -288,7 +288,7 @@ def test_all_that_a_start_lacks_is_told_at_once(monkeypatch, model):
             check_on_a_host_with(monkeypatch, memory, **given, **others)
 
     *lines, gpus = str(refused.value).splitlines()
-    assert "workers need 2 GPUs, and there are 0" in gpus
+    assert "device: found 'cuda'; allowed: 'cpu', because there are no GPUs" in gpus
     if model:
         assert lines.pop().startswith("model: found '/none'; allowed: an existing folder")
     flags = ("--port", "--http-port", "--router-metrics-port", "--controller-port")

@@ -78,8 +78,8 @@ def test_a_pool_that_is_not_named_or_has_that_many_stays_as_it_is():
         (
             {"decode": 1},
             workers(*worker_ids({"prefill": 1, "decode": 2}), silent=["decode-0", "decode-1"]),
-            "decode-1 cannot be drained now: of the decode workers that would remain, decode-0, "
-            "none has been heard from lately",
+            "--decode: found 1; allowed: what leaves a decode worker that serves, because decode-0 "
+            "would remain, and nothing has been heard from there lately",
         ),
     ],
 )
@@ -110,7 +110,8 @@ def test_a_further_pool_grows_shrinks_and_ends_while_its_role_has_others():
     assert plan_scale(WITH_SMALL, SMALL, "cpu", {"decode": 0}).drains == ("decode-0", "decode-1")
     with pytest.raises(ConfigError, match=r"--pool small: found -1; allowed: 0 to 1024"):
         plan(-1)
-    with pytest.raises(ConfigError, match="cannot be drained: the last decode worker must stay"):
+    last = "--decode, --pool small: found 0 and 0; allowed: what leaves a decode worker, because"
+    with pytest.raises(ConfigError, match=last):
         plan_scale(WITH_SMALL, SMALL, "cpu", {"decode": 0, "decode-small": 0})
 
 
@@ -180,19 +181,21 @@ def test_a_worker_may_be_drained_while_another_one_answers_and_told_twice():
         (
             "decode-0",
             workers("prefill-0", "decode-0", leaving=["decode-1"]),
-            "decode-0 cannot be drained: the last decode worker must stay, or nothing is served; "
-            "add one first with `pagewire scale --decode 2`",
+            "WORKER: found 'decode-0'; allowed: what leaves a decode worker, because the last "
+            "decode worker must stay, or nothing is served; add one first with "
+            "`pagewire scale --decode 2`",
         ),
         (
             "prefill-0",
             workers("prefill-0", "decode-0"),
-            "prefill-0 cannot be drained: the last prefill worker must stay; to do without it, ",
+            "WORKER: found 'prefill-0'; allowed: what leaves a prefill worker, because the last "
+            "prefill worker must stay; to do without it, ",
         ),
         (
             "decode-0",
             workers("decode-0", "decode-1", silent=["decode-1"]),
-            "decode-0 cannot be drained now: of the decode workers that would remain, decode-1, "
-            "none has been heard from lately",
+            "WORKER: found 'decode-0'; allowed: what leaves a decode worker that serves, because "
+            "decode-1 would remain, and nothing has been heard from there lately",
         ),
     ],
 )
@@ -230,21 +233,21 @@ def test_a_worker_that_moves_gets_the_lowest_free_name_of_the_other_pool():
             "prefill-0",
             "decode",
             workers("prefill-0", "decode-0"),
-            "prefill-0 cannot be moved: the last prefill worker must stay; to do without it, "
-            "`pagewire down`, then `pagewire up --prefill 0`; add one first with "
-            "`pagewire scale --prefill 2`",
+            "WORKER: found 'prefill-0'; allowed: what leaves a prefill worker, because the last "
+            "prefill worker must stay; to do without it, `pagewire down`, then `pagewire up "
+            "--prefill 0`; add one first with `pagewire scale --prefill 2`",
         ),
         (
             "decode-0",
             "prefill",
             workers("prefill-0", "decode-0", leaving=["decode-1"]),
-            "decode-0 cannot be moved: the last decode worker must stay",
+            "WORKER: found 'decode-0'; allowed: what leaves a decode worker, because the last",
         ),
         (
             "decode-0",
             "prefill",
             workers("prefill-0", "decode-0", "decode-1", silent=["decode-1"]),
-            "decode-0 cannot be moved now: of the decode workers that would remain, decode-1, ",
+            "WORKER: found 'decode-0'; allowed: what leaves a decode worker that serves, because ",
         ),
         (
             "decode-0",
