@@ -46,8 +46,8 @@ class PoolConfig:
     )
     workers: int | None = option(
         None,
-        "Number of its workers at the start. Not for the pools prefill and decode, which have "
-        "options of these names.",
+        "Number of its workers at the start, by default 1. Not for the pools prefill and "
+        "decode, which have options of these names.",
         at_least=1,
         at_most=MOST_WORKERS,
     )

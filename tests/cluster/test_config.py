@@ -5,7 +5,7 @@ import pytest
 from cli.reference import PAGE, configuration_page
 from cluster.config import ClusterConfig
 from cluster.config_file import load_config
-from cluster.config_options import SECTIONS, config_options
+from cluster.config_options import SECTIONS, config_options, pool_options
 from cluster.errors import ConfigError
 from cluster.pool_config import PoolConfig
 
@@ -55,6 +55,7 @@ def test_pools_have_a_role_a_number_and_what_differs(tmp_path):
     config = load_config(write(tmp_path, POOLS), {"decode": 2})
 
     assert config.further_pools == {"decode-small": 3, "prefill-early": 1}
+    assert "at the start, by default 1." in pool_options("early")["pools.early.workers"].description
     assert (config.num_workers("prefill"), config.num_workers("decode")) == (2, 5)
     assert config.pool("decode").amounts == {"accelerator_type:H100": 0.001}
     assert config.pool("decode-small").amounts == {"rack-a": 0.001}
