@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from cluster.controller import ClusterFacts  # imports Ray
 
 ROUTER_LEARNS_S = 15.0  # after which a router knows by itself whether the controller is silent
+VIEW_LASTS_S = 15.0  # after which a controller's answer may be out of date
 
 AddressFlag = Annotated[
     str | None,
@@ -231,10 +232,17 @@ class _FoundClient(Client):
                 raise
             raise RouterSilent(str(error), found.view) from error
         silence = status.controller_silence
-        if time.monotonic() - self._found_at < ROUTER_LEARNS_S:
+        age_s = time.monotonic() - self._found_at
+        if age_s < ROUTER_LEARNS_S:
             silence = silence or found.controller_silence
+        starting: tuple[str, ...] = ()
+        if found.view and age_s < VIEW_LASTS_S and not status.is_partial:
+            known = {each.worker_id for each in status.workers}
+            silent = (name for name, state in found.view.workers.items() if state == "silent")
+            starting = tuple(sorted(each for each in silent if each not in known))
         return replace(
             status,
             is_stopping=status.is_stopping or found.is_stopping,
             controller_silence=silence,
+            starting=starting,
         )

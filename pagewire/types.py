@@ -303,3 +303,5 @@ class ClusterStatus:
     tenants: tuple[TenantStatus, ...] = ()  # empty without a tenants file
     is_partial: bool = False  # of the caller's tenant alone, without workers
     controller_silence: str = ""  # why the router hears no controller; empty: it hears it
+    # Workers that it has never heard of; only commands know of them, which ask the controller, too.
+    starting: tuple[str, ...] = ()

@@ -74,6 +74,10 @@ def silences(status: ClusterStatus) -> list[str]:
             known_of = "its first heartbeat is awaited" if is_new else "no reason is known"
             lines.append(f"{each.worker_id} does not answer: {each.silence or known_of}")
         known.add(each.worker_id)
+    lines += [
+        f"{each} does not serve yet: it loads, or waits for a host with room"
+        for each in status.starting
+    ]
     return lines
 
 

@@ -3,6 +3,7 @@
 import json
 import socket
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,7 +40,7 @@ def host(monkeypatch, tmp_path):
         attached_to=[],
         config=ClusterConfig(),
         workers=ClusterWorkers(
-            staying=frozenset({"decode-0", "decode-1"}),
+            staying=frozenset({"decode-0"}),
             leaving=frozenset({"prefill-0"}),
             answering=frozenset({"decode-0"}),
         ),
@@ -125,6 +126,31 @@ def test_status_tells_of_a_cluster_that_is_being_stopped_though_the_router_serve
     assert fields["is_stopping"]
 
 
+def test_status_tells_of_workers_that_the_router_has_never_heard_of(host):
+    host.workers = replace(host.workers, staying=host.workers.staying | {"decode-1"})
+    told = "{} does not serve yet: it loads, or waits for a host with room"
+
+    with serving_in_thread(answer) as (host.router_address, _):  # which sees decode-0 alone
+        shown = run_main("status", "--once")
+        fields = run_main("status", "--json")
+        top = run_main("top", "--once", "--interval", "0.1")
+
+    assert (shown.returncode, shown.stdout.splitlines()[-1]) == (3, told.format("decode-1"))
+    assert (fields.returncode, json.loads(fields.stdout)["starting"]) == (3, ["decode-1"])
+    assert (top.returncode, told.format("decode-1") in top.stdout.splitlines()) == (3, True)
+
+
+def test_a_live_view_tells_of_no_worker_that_starts_once_that_may_be_out_of_date(host, monkeypatch):
+    host.workers = replace(host.workers, staying=host.workers.staying | {"decode-1"})
+    with (
+        serving_in_thread(answer) as (host.router_address, _),
+        module.found_router(5.0) as client,
+    ):
+        assert client.status().starting == ("decode-1",)
+        monkeypatch.setattr(module, "VIEW_LASTS_S", 0.0)
+        assert client.status().starting == ()
+
+
 @pytest.fixture(params=["actor", "address", "half-open"])
 def silent_router(host, request, monkeypatch):
     """How the router of the host's cluster is silent: a part of what is told."""
@@ -142,6 +168,8 @@ def silent_router(host, request, monkeypatch):
 
 
 def test_status_without_a_router_shows_what_the_controller_knows(host, silent_router):
+    host.workers = replace(host.workers, staying=host.workers.staying | {"decode-1"})
+
     shown = run_main("status", "--once")
     fields = json.loads(run_main("status", "--json").stdout)
 
