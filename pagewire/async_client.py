@@ -69,9 +69,10 @@ class AsyncClient:
     PAGEWIRE_TOKEN, if set.
 
     Close it by `async with` or `aclose`; a closed client cannot be used again. Any number of tasks
-    may use one client at the same time. Prefer one event loop for a process: gRPC keeps each loop
-    that it has seen, and where one has ended, a later one may log `Event loop is closed`. This
-    harms no call.
+    may use one client at the same time. Where a process has one event loop after the other, close
+    each client in its own loop. A later loop may still log `Event loop is closed` if a router was
+    lost or did not answer, or a call other than a generation was cancelled, just before the end of
+    an earlier one: gRPC passes on what comes late. This harms no call.
 
     Every method takes `model`, the name of a served model ("" for the only one), and `timeout_s`,
     the limit of the whole call in seconds, by default `default_timeout_s`. Arguments are checked
@@ -215,7 +216,10 @@ class AsyncClient:
         return status_from(await self._call("GetClusterStatus", request, timeout_s))
 
     async def aclose(self) -> None:
-        """Close the connections; running calls raise ClosedError. Harmless when repeated."""
+        """Close the connections; running calls raise ClosedError. Harmless when repeated.
+
+        It waits for half a second at most until the routers have ended the streams.
+        """
         if self._other_routers is not None:
             await self._other_routers.aclose()
         await self._routers.aclose()

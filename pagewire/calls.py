@@ -32,6 +32,7 @@ from pagewire.wire import (
 ENVELOPE_BYTES = 64  # most bytes of a GenerateManyRequest around the request it starts
 MAX_MS = 2**32 - 1
 HEADERS_S = 0.05  # longest wait of several calls for headers that say whether they may share one
+FINISH_S = 0.5  # longest wait for a router to end a stream whose client closes
 _BROKEN_WRITE = "Internal error from Core"  # grpc.aio's words
 
 Metadata = tuple[tuple[str, str], ...]  # of a call
@@ -108,6 +109,7 @@ class CallStream:
         self._ids = itertools.count(1)
         self._outbox: deque[inference_pb2.GenerateManyRequest] = deque()
         self._has_mail = asyncio.Event()
+        self._is_finishing = False  # nothing follows what is in the outbox
         self._reads_more = False  # the router has said so
         self._has_headers = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -162,6 +164,25 @@ class CallStream:
         for call in calls.values():
             call.end(failure)
 
+    async def finish(self, failure: FailureWithin) -> None:
+        """End the running calls with the failure at once, then the stream when the router ends it.
+
+        The end of a cancelled stream may reach gRPC's queue after the last turn of the event loop.
+        A later loop of the process then finds it there and logs `Event loop is closed`. Once the
+        router has ended the stream, nothing can follow.
+        """
+        self.is_open, self._is_finishing = False, True
+        calls, self._calls = self._calls, {}
+        for call_id, call in calls.items():
+            self._post(inference_pb2.GenerateManyRequest(call_id=call_id))
+            call.end(failure)
+        self._has_mail.set()
+        try:
+            if self._has_headers.is_set():  # the router is there
+                await asyncio.wait(self._tasks, timeout=FINISH_S)
+        finally:
+            self.end(None)
+
     def _post(self, message: inference_pb2.GenerateManyRequest) -> None:
         self._outbox.append(message)
         self._has_mail.set()
@@ -184,6 +205,9 @@ class CallStream:
                 while self._outbox:
                     message = gather(self._outbox) if self._reads_more else self._outbox.popleft()
                     await self._call.write(message)
+                if self._is_finishing:
+                    await self._call.done_writing()
+                    return
 
     async def _wait_for_headers(self) -> None:
         """Wait for a moment, so that a burst of calls on a new stream needs one message."""
@@ -216,7 +240,8 @@ class CallStream:
         except Exception:
             self.end(failure)
             raise
-        self.end(failure)
+        if not self._is_finishing:  # or it would cancel the writer, whose last event may be to come
+            self.end(failure)
 
     def _take(self, result: inference_pb2.CallResult) -> None:
         call = self._calls.get(result.call_id)

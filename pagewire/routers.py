@@ -315,14 +315,24 @@ class Routers:
         await asyncio.gather(*(each.close() for each in channels))
 
     async def aclose(self) -> None:
-        """End all calls and close all channels; harmless when repeated."""
+        """End all calls at once, then their streams in order, and close all channels.
+
+        It takes as long as the routers need to end the streams, at most FINISH_S. Harmless when
+        repeated.
+        """
         self.is_closed = True
         connections, self._connections = self._connections, {}
         if connections and self._loop is asyncio.get_running_loop():
-            running: list[CallStream | SingleCall] = [*self._streams, *self._single_calls]
-            for each in running:
-                each.end(lambda _: CallFailure(closed()))
-            await asyncio.gather(*(each.channel.close() for each in connections.values()))
+
+            def failure(_: object) -> CallFailure:
+                return CallFailure(closed())
+
+            for single in self._single_calls:
+                single.end(failure)
+            try:
+                await asyncio.gather(*(each.finish(failure) for each in self._streams))
+            finally:
+                await asyncio.gather(*(each.channel.close() for each in connections.values()))
 
     def _connection(self) -> _Connection:
         """Return the connection to the router in use."""

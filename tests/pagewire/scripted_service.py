@@ -32,7 +32,8 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
     `requests` keeps what came, `intervals_ms` the least times between messages that calls of
     GenerateMany asked for, `num_streams` counts its streams, `message_sizes` keeps how many starts
     and cancels came in each message: one, unless it `reads_more`, which it tells `headers_s` after
-    a stream has begun. `cancelled`: a client was lost.
+    a stream has begun. It `ends_streams` whose client starts no more calls, once these are over;
+    `num_ended_streams` counts these and those whose client is gone. `cancelled`: a client was lost.
     Tokens with nothing else to tell, `num_in_columns` of them, go in columns if the client reads
     these.
     `num_statuses` counts the calls of GetClusterStatus that it answers: not while it `is_away`.
@@ -49,6 +50,8 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
         self.message_sizes: list[int] = []
         self.reads_more = True
         self.headers_s = 0.0
+        self.ends_streams = True
+        self.num_ended_streams = 0
         self.num_in_columns = 0
         self.callers: list[bytes] = []
         self.num_statuses = 0
@@ -87,6 +90,8 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
         try:
             while True:
                 result = await results.get()
+                if result is None:
+                    return
                 message = inference_pb2.GenerateManyResponse()
                 if reads_tokens and result.call_id in begun and _is_one_token(result.response):
                     self.num_in_columns += 1
@@ -99,6 +104,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
                 begun.add(result.call_id)
                 yield message
         finally:
+            self.num_ended_streams += 1
             for each in (reader, *calls.values()):
                 each.cancel()
 
@@ -113,6 +119,9 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer, health_pb2_gr
                     )
                 else:
                     calls.pop(each.call_id).cancel()
+        await asyncio.gather(*calls.values(), return_exceptions=True)
+        if self.ends_streams:
+            results.put_nowait(None)
 
     async def _play(self, call_id, request, context, results):
         def tell(**result):

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from pagewire import AsyncClient, Client, ClosedError, ServerError
+from pagewire.calls import FINISH_S
 from tests.pagewire.scripted_service import (
     ScriptedService,
     never_ends,
@@ -20,6 +22,7 @@ from tests.pagewire.scripted_service import (
 )
 from tests.pagewire.test_client import run, two_deltas
 from tests.support.waiting import wait_until
+from tests.support.wall_clock import assert_within
 
 WAIT_S = 10
 
@@ -248,6 +251,60 @@ def test_sync_clients_share_one_thread_and_close_without_noise():
     )
     with serving_in_thread(never_ends) as (address, _):
         assert run_program(source, address) == "1\n"
+
+
+def test_event_loops_one_after_the_other_hear_nothing_of_calls_of_an_earlier_one():
+    source = (
+        "import asyncio, gc, sys; from pagewire import AsyncClient\n"
+        "gc.disable()\n"  # what is left of calls keeps gRPC's queue for the next loop
+        "async def main():\n"
+        "    async with AsyncClient(sys.argv[1]) as client:\n"
+        "        async with client.stream('x') as stream: await anext(stream)\n"
+        "        running = client.stream('x')\n"
+        "        await anext(running)\n"
+        "for _ in range(60): asyncio.run(main())\n"
+    )
+    with serving_in_thread(never_ends) as (address, _):
+        assert run_program(source, address) == ""
+
+
+def test_closing_tells_the_router_which_calls_end_and_waits_for_its_end():
+    async def work(client, service):
+        stream = client.stream("x")
+        await anext(stream)
+        await client.aclose()
+        assert service.cancelled.is_set()
+        assert service.num_ended_streams == 1
+
+    run(never_ends, work)
+
+
+def test_closing_waits_for_a_moment_only_for_a_router_that_does_not_end_its_streams():
+    async def work(client, service):
+        service.ends_streams = False
+        await client.generate("x")
+        began = time.monotonic()
+        await client.aclose()
+        return time.monotonic() - began
+
+    seconds = run(two_deltas, work)
+    assert seconds >= FINISH_S
+    assert_within(seconds, FINISH_S + 1)
+
+
+def test_cancelling_the_close_of_a_client_still_closes_it():
+    async def work(client, service):
+        service.ends_streams = False
+        stream = client.stream("x")
+        await anext(stream)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await client.aclose()
+        async with asyncio.timeout(WAIT_S):
+            while not service.num_ended_streams:
+                await asyncio.sleep(0.01)
+
+    run(never_ends, work)
 
 
 @pytest.mark.parametrize("leaves_stream_open", [False, True])
