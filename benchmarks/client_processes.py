@@ -173,16 +173,17 @@ class ClientProcesses:
 
 def _serve(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher's to handle
-    while True:
-        try:
-            share = pipe.recv()
+    with asyncio.Runner() as runner:  # gRPC wants one event loop in a process
+        while True:
             try:
-                answer: object = asyncio.run(_read_share(share, pipe))
-            except PagewireError as error:
-                answer = RuntimeError(f"{type(error).__name__}: {error}")
-            pipe.send(answer)
-        except (EOFError, OSError):  # the launcher is gone
-            return
+                share = pipe.recv()
+                try:
+                    answer: object = runner.run(_read_share(share, pipe))
+                except PagewireError as error:
+                    answer = RuntimeError(f"{type(error).__name__}: {error}")
+                pipe.send(answer)
+            except (EOFError, OSError):  # the launcher is gone
+                return
 
 
 async def _read_share(share: _Share, pipe: Connection) -> list[StreamRecord | None]:
