@@ -17,6 +17,10 @@ from observability.serving_process import without_collections
 if TYPE_CHECKING:
     from tests.support.certificates import Authority
 
+# Failed asserts in what tests import from beside them show their values, too.
+PACKAGES = [each.parent.name for each in Path(__file__).parent.glob("*/__init__.py")]
+pytest.register_assert_rewrite(*(f"tests.{each}" for each in PACKAGES))
+
 # A shell starts what runs in the background with SIGINT ignored, and processes inherit that: those
 # that tests start would not notice the one they are sent.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -11,7 +11,7 @@ from benchmarks import corruption
 from benchmarks.corruption import PAGES, Count, measure
 from benchmarks.damaging_sender import NoTransport
 from benchmarks.page_damage import KINDS, Damage, damaged
-from tests.simulation.test_planted_bugs import no_digest_check
+from tests.support.planted_bugs import no_digest_check
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FEW = 100

@@ -14,8 +14,8 @@ from credentials.secret import ClusterSecret
 from observability.rare_line import LOG_PERIOD_S
 from pagewire.protos import worker_pb2
 from tests.simulation import test_memory_grpc as plain
-from tests.simulation.test_memory_grpc import Client, Handlers, Scenario, on_memory, on_sockets
 from tests.support.memory_grpc import MemoryNetwork
+from tests.support.rpc_scenarios import Client, Handlers, Scenario, on_memory, on_sockets
 from tests.support.virtual_time import run_virtual
 
 SECRET = ClusterSecret(bytes(range(32)))

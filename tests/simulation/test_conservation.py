@@ -24,7 +24,7 @@ from router.dispatch import Dispatcher
 from router.tenants.registry import Tenants
 from router.tenants.turns import FairQueue
 from tests.router.tenants.known import rules, tenants
-from tests.simulation.test_lost_routers import complete
+from tests.simulation.checked_completions import complete
 from tests.support.conservation import router_leaks, tenant_leaks
 from tests.support.fake_cluster import MODEL, FakeCluster, generate_request
 from tests.support.nemesis import Nemesis

@@ -6,15 +6,20 @@ import random
 import pytest
 
 from llm_engine.sampling import SamplingParams
-from tests.simulation.test_scenarios import PAGE, assert_right, request, tokens
+from tests.simulation.checked_requests import (
+    PAGE,
+    TWO_AND_TWO,
+    assert_disaggregated,
+    assert_right,
+    request,
+    tokens,
+)
 from tests.support.fake_cluster import MODEL, FakeCluster, FakeWorker
-from tests.support.history import RequestHistory, check_history
+from tests.support.history import check_history
 from tests.support.oracle import RequestSpec, expected_choices
 from tests.support.scenario import MAX_CONTEXT_TOKENS, ClusterShape
 from tests.support.simulator import in_cluster
 from tests.support.virtual_time import wait_until
-
-TWO_AND_TWO = ClusterShape(num_prefill=2, num_decode=2, page_transfer_s=0.01)
 
 
 def load(count: int, seconds: float, max_tokens: int = 60) -> list[RequestSpec]:
@@ -35,12 +40,6 @@ def load(count: int, seconds: float, max_tokens: int = 60) -> list[RequestSpec]:
             )
         )
     return specs
-
-
-def assert_disaggregated(histories: list[RequestHistory]) -> None:
-    for history in histories:
-        assert history.usage.stats.decode_computed_tokens == 0
-        assert history.usage.stats.pages_moved >= -(-len(history.spec.prompt) // PAGE)
 
 
 def assert_empty(worker: FakeWorker) -> None:

@@ -7,11 +7,12 @@ import pytest
 
 from http_gateway.wire import RouterLink
 from llm_engine.sampling import SamplingParams
-from pagewire import AsyncClient, Completion, ConnectionFailedError, PagewireError, UnavailableError
+from pagewire import AsyncClient, ConnectionFailedError, PagewireError, UnavailableError
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import unpack_token_ids
 from pagewire.routers import Connector
-from tests.simulation.test_scenarios import GREEDY, SEEDED, tokens
+from tests.simulation.checked_completions import assert_right, complete
+from tests.simulation.checked_requests import GREEDY, SEEDED, tokens
 from tests.support.fake_cluster import MODEL, FakeCluster, generate_request
 from tests.support.memory_grpc import MemoryChannel, MemoryNetwork
 from tests.support.oracle import RequestSpec, expected_choices
@@ -28,32 +29,6 @@ def client_of(cluster: FakeCluster, *names: str, resume_s: float = 30.0) -> Asyn
         resume_s=resume_s,
         channel_factory=cluster.network.channel,
     )
-
-
-async def complete(client: AsyncClient, spec: RequestSpec) -> Completion:
-    params = spec.params
-    await asyncio.sleep(spec.arrives_at)
-    return await client.generate(
-        spec.prompt,
-        temperature=params.temperature,
-        seed=params.seed,
-        max_tokens=params.max_tokens,
-        frequency_penalty=params.frequency_penalty,
-        ignore_eos=params.ignore_eos,
-        logprobs=params.logprobs,
-        n=spec.n,
-    )
-
-
-def assert_right(spec: RequestSpec, completion: Completion) -> None:
-    expected = expected_choices(spec, model=MODEL, max_context_tokens=MAX_CONTEXT_TOKENS)
-    assert [each.token_ids for each in completion.choices] == [each.tokens for each in expected]
-    assert all(each.finish_reason for each in completion.choices)
-    if spec.params.logprobs is not None:
-        for each in completion.choices:
-            assert [one.token_id for one in each.logprobs] == list(each.token_ids)
-    assert completion.usage is not None
-    assert completion.usage.completion_tokens == sum(len(each.tokens) for each in expected)
 
 
 @pytest.mark.parametrize(

@@ -32,17 +32,11 @@ from kv_cache.radix_tree import RadixTree
 from pagewire.protos.token_ids import pack_token_ids
 from tests.simulation import test_scenarios as scenarios
 from tests.simulation import test_stuck_workers as stuck_workers
-from tests.simulation.test_seeded_runs import run
+from tests.simulation.seeded_run import run
 from tests.support.fake_engine import FakePageStorage
 from tests.support.memory_grpc import MemoryNetwork
-from tests.support.planted_bugs import Plant, Right, instead_of
+from tests.support.planted_bugs import Plant, Right, instead_of, no_digest_check
 from tests.support.rarely import rarely
-
-
-@instead_of(kv_transfer.receiver_protocol, "_digested")
-def no_digest_check(right: Right, state: Any, chunk: int, digests: Any) -> Any:
-    """What arrives is committed without a look."""
-    return right(state, chunk, state.chunks[0].digests if state.chunks else digests)
 
 
 @instead_of(kv_transfer.sender_protocol, "_called")

@@ -10,7 +10,7 @@ from decode_worker.request import Request
 from prefill_worker.request import Prompt
 from router.tenants.tenant import TenantRules
 from tests.router.tenants.known import rules, tenants
-from tests.simulation.test_tenants import complete
+from tests.simulation.tenant_clients import complete
 from tests.support.fake_cluster import FakeCluster
 from tests.support.planted_bugs import (
     Plant,

@@ -10,7 +10,7 @@ import router.worker_registry
 import worker.context
 from observability.logs import ATTRIBUTE
 from protos.contract import CONTRACT_VERSION
-from tests.simulation.test_scenarios import assert_right, request, start_request
+from tests.simulation.checked_requests import assert_right, request, start_request
 from tests.support.fake_cluster import FakeCluster
 from tests.support.history import RequestHistory
 from tests.support.simulator import in_cluster

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import random
 from dataclasses import replace
 
 import grpc
@@ -12,45 +11,25 @@ from llm_engine.sampling import SamplingParams
 from pagewire.protos import worker_pb2, worker_pb2_grpc
 from pagewire.wire import usage_from
 from protos.contract import CONTRACT_VERSION
+from tests.simulation.checked_requests import (
+    GREEDY,
+    PAGE,
+    SEEDED,
+    assert_right,
+    request,
+    start_request,
+    tokens,
+)
 from tests.support.fake_cluster import MODEL, FakeCluster
-from tests.support.history import RequestHistory, check_history
+from tests.support.history import check_history
 from tests.support.loopback import FaultKind, LoopbackFault, planned
-from tests.support.oracle import RequestSpec, expected_choices
-from tests.support.scenario import DAMAGES, MAX_CONTEXT_TOKENS, VOCAB_SIZE, ClusterShape
+from tests.support.oracle import expected_choices
+from tests.support.scenario import DAMAGES, MAX_CONTEXT_TOKENS, ClusterShape
 from tests.support.simulator import in_cluster
 from tests.support.virtual_time import wait_until
 from worker.wire import worker_to_proto
 
-PAGE = 4
-GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 SLOW = ClusterShape(num_prefill=2, max_step_tokens=33, page_transfer_s=0.05)
-SEEDED = SamplingParams(temperature=0.9, seed=77, max_tokens=16, ignore_eos=True)
-
-
-def tokens(num_tokens: int, seed: int) -> tuple[int, ...]:
-    rng = random.Random(seed)
-    return tuple(rng.randrange(VOCAB_SIZE) for _ in range(num_tokens))
-
-
-def request(name: str, num_tokens: int = 40, **fields: object) -> RequestSpec:
-    spec = RequestSpec(name=name, prompt=tokens(num_tokens, hash_of(name)), params=GREEDY)
-    return replace(spec, **fields)
-
-
-def hash_of(name: str) -> int:
-    return sum(ord(character) * 31**index for index, character in enumerate(name))
-
-
-def assert_right(*histories: RequestHistory) -> None:
-    for history in histories:
-        expected = expected_choices(
-            history.spec, model=MODEL, max_context_tokens=MAX_CONTEXT_TOKENS
-        )
-        assert check_history(history, expected) == []
-
-
-async def start_request(cluster: FakeCluster, spec: RequestSpec) -> "asyncio.Task[RequestHistory]":
-    return asyncio.create_task(cluster.generate(spec))
 
 
 def test_one_prefill_and_one_decode_worker_answer_as_the_oracle() -> None:

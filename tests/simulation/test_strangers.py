@@ -12,7 +12,7 @@ import credentials.cluster
 from credentials.cluster import ClusterCredentials
 from pagewire.protos import worker_pb2, worker_pb2_grpc
 from protos.contract import CONTRACT_VERSION
-from tests.simulation.test_scenarios import assert_right, request, tokens
+from tests.simulation.checked_requests import assert_right, request, tokens
 from tests.support.fake_cluster import FakeCluster
 from tests.support.history import RequestHistory
 from tests.support.scenario import ClusterShape

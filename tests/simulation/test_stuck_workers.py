@@ -6,7 +6,7 @@ import pytest
 
 from llm_engine.sampling import SamplingParams
 from router.config import RouterConfig
-from tests.simulation.test_scenarios import assert_right, request, start_request
+from tests.simulation.checked_requests import assert_right, request, start_request
 from tests.support.fake_cluster import FakeCluster
 from tests.support.scenario import ClusterShape
 from tests.support.simulator import in_cluster

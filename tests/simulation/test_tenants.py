@@ -5,12 +5,10 @@ import random
 
 import pytest
 
-from pagewire import AsyncClient, Completion
+from pagewire import AsyncClient
 from tests.router.tenants.known import rules, tenants
-from tests.simulation.test_lost_routers import assert_right
-from tests.simulation.test_scenarios import GREEDY
+from tests.simulation.tenant_clients import complete
 from tests.support.fake_cluster import FakeCluster
-from tests.support.oracle import RequestSpec
 from tests.support.scenario import VOCAB_SIZE, ClusterShape
 from tests.support.simulator import in_cluster
 from tests.support.virtual_time import wait_until
@@ -19,21 +17,6 @@ KNOWN = (
     *(rules(name) for name in ("acme", "globex")),
     *(rules(name, cache="family") for name in ("mother", "daughter")),
 )
-
-
-def client_of(cluster: FakeCluster, tenant: str, router: int = 0) -> AsyncClient:
-    return AsyncClient(
-        [f"router-{router}:1"], token=tenant, channel_factory=cluster.network.channel
-    )
-
-
-async def complete(cluster: FakeCluster, tenant: str, prompt: list[int]) -> Completion:
-    async with client_of(cluster, tenant) as client:
-        completion = await client.generate(
-            prompt, temperature=0, max_tokens=GREEDY.max_tokens, ignore_eos=GREEDY.ignore_eos
-        )
-    assert_right(RequestSpec(name=tenant, prompt=tuple(prompt), params=GREEDY), completion)
-    return completion
 
 
 @pytest.mark.parametrize("num_prefill", [0, 1])

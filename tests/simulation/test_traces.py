@@ -11,7 +11,7 @@ from pagewire import AsyncClient
 from pagewire.protos import inference_pb2_grpc
 from pagewire.protos.trace_context import TraceContext
 from pagewire.tracing import caller_span
-from tests.simulation.test_scenarios import PAGE, assert_right, request
+from tests.simulation.checked_requests import PAGE, assert_right, request
 from tests.support.fake_cluster import FakeCluster, generate_request
 from tests.support.scenario import ClusterShape
 from tests.support.simulator import in_cluster

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pagewire import WorkerStatus
-from tests.simulation.test_scenarios import GREEDY, assert_right, request, tokens
+from tests.simulation.checked_requests import GREEDY, assert_right, request, tokens
 from tests.support.fake_cluster import FakeCluster
 from tests.support.fake_engine import SLOT_BYTES
 from tests.support.scenario import ClusterShape

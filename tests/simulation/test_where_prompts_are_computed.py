@@ -3,8 +3,14 @@
 import asyncio
 
 from llm_engine.sampling import SamplingParams
-from tests.simulation.test_drain import TWO_AND_TWO, assert_disaggregated
-from tests.simulation.test_scenarios import GREEDY, assert_right, request, start_request
+from tests.simulation.checked_requests import (
+    GREEDY,
+    TWO_AND_TWO,
+    assert_disaggregated,
+    assert_right,
+    request,
+    start_request,
+)
 from tests.support.fake_cluster import FakeCluster
 from tests.support.scenario import ClusterShape
 from tests.support.simulator import in_cluster
