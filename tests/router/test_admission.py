@@ -6,8 +6,8 @@ import grpc
 from google.rpc import error_details_pb2
 
 from pagewire.protos import inference_pb2
+from tests.router.error_details import details
 from tests.router.scripted_worker import ScriptedWorker, running_router, tokens
-from tests.router.test_server import details
 from tests.support.virtual_time import run_virtual, wait_until
 
 FULL = {"pages": inference_pb2.PageCounts(total=10, live=10), "running": 1}

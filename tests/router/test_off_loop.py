@@ -15,39 +15,13 @@ from router import off_loop
 from router.errors import Overloaded
 from router.off_loop import MAX_RUNNING, OffLoop
 from tests.router.scripted_worker import ScriptedWorker, running_router
-from tests.router.tokenizers_for_tests import byte_level
+from tests.router.slow_threads import LARGE, Threads
 from tests.support.virtual_time import run_virtual
 
 T = TypeVar("T")
 Tokenize = inference_pb2.TokenizeRequest
 Detokenize = inference_pb2.DetokenizeRequest
 Generate = inference_pb2.GenerateRequest
-LARGE = "the quick brown fox " * 100
-
-
-class Threads:
-    """Pretends to run functions in threads, for a second each."""
-
-    def __init__(self) -> None:
-        self.num_running = 0
-        self.most_running = 0
-        self.num_started = 0
-
-    async def __call__(self, function: Callable[[], T], /) -> T:
-        self.num_started += 1
-        self.num_running += 1
-        self.most_running = max(self.most_running, self.num_running)
-        await asyncio.sleep(1.0)
-        self.num_running -= 1
-        return function()
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    byte_level().save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    return folder
 
 
 def chat(content: str) -> inference_pb2.ChatPrompt:

@@ -8,26 +8,27 @@ from typing import Any
 import pytest
 
 from credentials.secret import KEY_BYTES
-from pagewire.protos import common_pb2, inference_pb2
+from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from router.config import RouterConfig
 from router.errors import InvalidRequest
 from router.generation import Delta, Finish, Generation
 from router.resumption import ReceivedChoice
 from router.tokenizer import Tokenizer
+from tests.router.generations import generation, ids
+from tests.router.resumed_requests import asking, assert_refused, resuming
 from tests.router.scripted_worker import (
     LENGTH,
-    RouterUnderTest,
     ScriptedWorker,
     running_router,
     tokens,
 )
-from tests.router.test_generation import generation, ids
 from tests.router.tokenizers_for_tests import TEXTS, byte_fallback, byte_level
 from tests.support.virtual_time import run_virtual
 
-KEY = b"k" * KEY_BYTES
 GenerateRequest = inference_pb2.GenerateRequest
+
+KEY = b"k" * KEY_BYTES
 
 
 # What a generation does with what its client has.
@@ -157,31 +158,6 @@ def test_what_a_worker_had_ended_with_the_last_token_ends_at_once() -> None:
 
 
 # Through the public service, with workers that draw honestly.
-
-
-def asking(max_tokens: int = 10, **sampling: Any) -> GenerateRequest:
-    return GenerateRequest(
-        token_ids=pack_token_ids([5, 6, 7]),
-        sampling=common_pb2.SamplingParams(max_tokens=max_tokens, **sampling),
-    )
-
-
-def resuming(
-    request: GenerateRequest, messages: list[Any], token: bytes | None = None
-) -> GenerateRequest:
-    """The request of a client that has these messages of it."""
-    again = GenerateRequest()
-    again.CopyFrom(request)
-    again.resume.token = messages[0].resume_token if token is None else token
-    for choice in sorted({each.choice for each in messages}):
-        own = [each for each in messages if each.choice == choice]
-        again.resume.choices.add(
-            choice=choice,
-            token_ids=b"".join(each.token_ids for each in own),
-            text_chars=sum(len(each.text) for each in own),
-            finished=any(each.finish_reason for each in own),
-        )
-    return again
 
 
 def ids_of(messages: list[Any], choice: int = 0) -> list[int]:
@@ -346,11 +322,3 @@ def test_a_router_without_a_key_gives_no_tokens_and_takes_none() -> None:
             await assert_refused(tested, resuming(asking(), had, b"x" * 69), "resume")
 
     run_virtual(main())
-
-
-async def assert_refused(tested: RouterUnderTest, request: GenerateRequest, field: str) -> str:
-    error = (await tested.generate(request=request)).error
-    assert error is not None
-    assert error.code().name == "INVALID_ARGUMENT"
-    assert (error.details() or "").startswith(f"{field}: found "), error.details()
-    return error.details() or ""

@@ -9,7 +9,6 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_status import rpc_status
 
 from pagewire.protos import (
     common_pb2,
@@ -23,6 +22,7 @@ from router.config import RouterConfig
 from router.reported_wait import PATIENCE_S
 from router.router import Router
 from router.tokenizer import Tokenizer
+from tests.router.error_details import details
 from tests.router.scripted_worker import (
     EOS,
     LENGTH,
@@ -60,35 +60,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer(byte_level().to_str())
-
-
-def details(error: grpc.aio.AioRpcError | None, kind: Any) -> Any:
-    """Return the detail of a kind that a rich status must hold."""
-    assert error is not None
-    status = rpc_status.from_call(_Sync(error))
-    assert status is not None, error
-    for each in status.details:
-        if each.Is(kind.DESCRIPTOR):
-            detail = kind()
-            each.Unpack(detail)
-            return detail
-    raise AssertionError(f"no {kind.__name__} in {status}")
-
-
-class _Sync:
-    """An AioRpcError as rpc_status.from_call wants to see it."""
-
-    def __init__(self, error: grpc.aio.AioRpcError) -> None:
-        self._error = error
-
-    def code(self) -> grpc.StatusCode:
-        return self._error.code()
-
-    def details(self) -> str | None:
-        return self._error.details()
-
-    def trailing_metadata(self) -> list[tuple[str, Any]]:
-        return [(key, value) for key, value in self._error.trailing_metadata()]
 
 
 def writes(tokenizer: Tokenizer, text: str, *, chunk: int = 1) -> Any:

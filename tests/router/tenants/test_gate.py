@@ -20,10 +20,10 @@ from router.config import RouterConfig
 from router.front import make_server
 from router.router import Router
 from router.tenants.registry import Tenants
+from tests.router.many_calls import asking, calling
+from tests.router.resumed_requests import assert_refused, resuming
 from tests.router.scripted_worker import ScriptedWorker, running_router, tokens
 from tests.router.tenants.known import rules, tenants
-from tests.router.test_many_calls import asking, calling
-from tests.router.test_resumption import assert_refused, resuming
 from tests.support.virtual_time import run_virtual, wait_until
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]

@@ -25,6 +25,10 @@ from router.call import MAX_LOGGED_REFUSALS
 from router.policy import RouteDecision, route
 from router.prefix_index import PrefixIndex
 from router.tenants.tenant import TenantCounts
+from tests.router.error_details import details
+from tests.router.many_calls import Caller
+from tests.router.many_calls import asking as asking_many
+from tests.router.resumed_requests import asking, resuming
 from tests.router.scripted_worker import (
     Answer,
     RouterUnderTest,
@@ -35,10 +39,6 @@ from tests.router.scripted_worker import (
     running_router,
 )
 from tests.router.tenants.known import CLUSTER_TOKEN, rules, tenants
-from tests.router.test_many_calls import Caller
-from tests.router.test_many_calls import asking as asking_many
-from tests.router.test_resumption import asking, resuming
-from tests.router.test_server import details
 from tests.router.tokenizers_for_tests import byte_level
 from tests.support.conservation import tenant_leaks
 from tests.support.virtual_time import run_virtual, wait_until

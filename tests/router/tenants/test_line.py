@@ -18,14 +18,12 @@ from router.off_loop import MAX_RUNNING, OffLoop
 from router.request import ServedModel
 from router.tenants.line import Line
 from router.tenants.tenant import NO_TENANT, TenantRules
+from tests.router.fake_children import children_that_answer, make_pool
 from tests.router.scripted_worker import ScriptedWorker, running_router
+from tests.router.slow_threads import LARGE, Threads
 from tests.router.tenants.known import rules, tenants
-from tests.router.test_child_pool import children_that_answer, make_pool
-from tests.router.test_off_loop import LARGE, Threads, model_dir
 from tests.support.grammar_cases import choice
 from tests.support.virtual_time import run_virtual
-
-__all__ = ["model_dir"]
 
 FLOOD, OTHER = rules("flood"), rules("other")
 
