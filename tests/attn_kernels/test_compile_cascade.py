@@ -12,6 +12,15 @@ from attn_kernels.cascade.launch import (
 )
 from attn_kernels.checks import HALF_DTYPES
 from tests.attn_kernels.sm90 import Compiled, Launch, compile_launch, launches_of
+from tests.attn_kernels.sm90_limits import (
+    DECODE_SHAPES,
+    FEW_SPILLS,
+    FP8_CASCADE_SPILLS,
+    MAX_SHARED_BYTES,
+    check,
+    check_decode,
+    empty,
+)
 from tests.attn_kernels.sm90_shapes import (
     BF16,
     CAP,
@@ -22,15 +31,6 @@ from tests.attn_kernels.sm90_shapes import (
     SHAPES,
     Shape,
     compiled_with,
-)
-from tests.attn_kernels.test_compile_sm90 import (
-    DECODE_SHAPES,
-    FEW_SPILLS,
-    FP8_CASCADE_SPILLS,
-    MAX_SHARED_BYTES,
-    check,
-    check_decode,
-    empty,
 )
 
 FEW_ROWS_SHAPES = KERNELS["shared part"].covering(SHAPES)  # by Triton's kernel

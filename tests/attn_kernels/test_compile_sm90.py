@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from attn_kernels.append.launch import rotate_and_append
-from attn_kernels.decode.launch import DecodeAttention, decode_tile
+from attn_kernels.decode.launch import DecodeAttention
 from attn_kernels.elementwise.launch import rms_norm
 from attn_kernels.pages.launch import copy_pages, gather_pages, scatter_pages
 from attn_kernels.pages.launch_digest import digest_pages
 from attn_kernels.prefill.launch import PrefillAttention
 from tests.attn_kernels.sm90 import Compiled, compile_launch, launches_of
+from tests.attn_kernels.sm90_limits import DECODE_SHAPES, check, check_decode, empty
 from tests.attn_kernels.sm90_shapes import (
     ALWAYS,
     BF16,
@@ -26,44 +27,15 @@ from tests.attn_kernels.sm90_shapes import (
     compiled_with,
 )
 
-MAX_SHARED_BYTES = 227 * 1024
 INT32 = torch.int32
-DECODE_SHAPES = KERNELS["decode"].covering(SHAPES)
 PREFILL_SHAPES = KERNELS["prefill"].covering(SHAPES)
 
-# Tiles converted from fp8 lie in registers, beside the states of a split and of its segment; with
-# head_dim 256, a shape that works but is not tuned, many of them are spilled. Otherwise it is a few
-# bytes a thread, in some shapes, under one of the versions of Triton or the other.
-FEW_SPILLS = 56
-FP8_DECODE_SPILLS = {256: 528}  # head_dim |-> bytes
-FP8_CASCADE_SPILLS = {256: 272}
-# What else spills more, in bytes: tiles of groups above eight have twice the columns, and heads of
-# 256 twice those of 128.
-DECODE_SPILLS = {
-    "9of1-d128-p16-bfloat16": 64,
-    "10of1-d128-p16-bfloat16-inexact": 96,
-    "13of1-d128-p32-float16-window-cap-lse": 112,
-    "28of2-d96-p128-float16-window-cap-lse-overlaps": 80,
-    "6of1-d256-p16-float16-lse-overlaps": 232,
-    "11of1-d256-p16-bfloat16-inexact-overlaps": 616,
-    "16of1-d256-p32-float8_e4m3fn-q-float16-lse-overlaps": 544,
-}
 PREFILL_SPILLS = {"32of32-d256-p1-float8_e4m3fn-q-bfloat16-window-cap-inexact": 112}
-
-
-def check(compiled: Compiled, *, max_spill_bytes: int = 0) -> None:
-    assert compiled.shared_bytes <= MAX_SHARED_BYTES
-    spill_bytes = compiled.spill_bytes
-    assert spill_bytes <= max_spill_bytes, f"{spill_bytes} bytes of local memory"
 
 
 def only_launch(action: Callable[[], object]) -> Compiled:
     (launch,) = launches_of(action)
     return compile_launch(launch)
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def compile_decode(shape: Shape) -> Compiled:
@@ -84,22 +56,6 @@ def compile_decode(shape: Shape) -> Compiled:
         attention.run(q, 0, empty(5, dtype=INT32), lse=lse)
 
     return only_launch(launch)
-
-
-def check_decode(compiled: Compiled, shape: Shape) -> None:
-    """What any launch of the Triton kernel must be, also one beside a shared part."""
-    is_fp8 = shape.dtype == FP8
-    max_spill_bytes = FP8_DECODE_SPILLS.get(shape.head_dim, FEW_SPILLS) if is_fp8 else FEW_SPILLS
-    check(compiled, max_spill_bytes=DECODE_SPILLS.get(str(shape), max_spill_bytes))
-    programs = decode_tile(shape.pages(), is_hopper=False).programs_per_sm
-    assert programs * (compiled.shared_bytes + 1024) <= MAX_SHARED_BYTES + 1024
-    if shape.dtype != torch.float32:
-        assert "wgmma.mma_async" in compiled.ptx
-        assert "mma.sync" not in compiled.ptx
-        # fp8 comes in 8 bytes a thread (Triton lays it out for products in half precision).
-        copy = "cp.async.ca.shared.global" if is_fp8 else "cp.async.cg.shared.global"
-        assert copy in compiled.ptx
-        assert "cp.async.wait_group \t0;" not in _loop_of(compiled.ptx), "the pipeline drains"
 
 
 # Those that overlap are compiled beside a shared part (test_compile_cascade), in each run the one
@@ -225,9 +181,3 @@ def test_other_kernels(name: str):
     if name in {"gather_pages", "scatter_pages", "copy_pages"}:
         assert "ld.global.v4.b32" in compiled.ptx, "copies in 16-byte vectors"
         assert "st.global.v4.b32" in compiled.ptx
-
-
-def _loop_of(ptx: str) -> str:
-    """The innermost loop that multiplies matrices: from the last label before its mma."""
-    before = ptx.rindex("\n$L__BB", 0, ptx.index("wgmma.mma_async"))
-    return ptx[before : ptx.index("bra", ptx.index("wgmma.mma_async"))]

@@ -4,31 +4,13 @@ import pytest
 import torch
 
 from attn_kernels.errors import DtypeError, ShapeError, StrideError
-from attn_kernels.linear import reference
 from attn_kernels.linear.launch import gated_linear, linear
 from attn_kernels.linear.launch_triton import LinearTile, linear_tile, linear_tiles
+from tests.attn_kernels.linear_case import MAX_SHARED_BYTES, check, check_gated, operands, randn
 from tests.attn_kernels.sm90 import compile_launch, launches_of, ptxas_notes
-from tests.attn_kernels.tolerance import assert_within_twice
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HALF_TILES = linear_tiles(torch.bfloat16)
-ATOL = 6e-5  # 16 units in the last place of float32, for sums of some hundred products up to 64
-MAX_SHARED_BYTES = 227 * 1024
-
-
-def randn(device: str, dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(device, dtype)
-
-
-def check(
-    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> None:
-    """Compare with torch, whose sums have another order."""
-    eager = torch.nn.functional.linear(x, weight, bias)
-    exact_bias = None if bias is None else bias.float()
-    expected = reference.linear(x.float(), weight.float(), exact_bias)
-    assert_within_twice(out, eager, expected, atol=ATOL)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -62,12 +44,6 @@ def test_every_tile(device: str, tile: LinearTile) -> None:
 
     check(product, x, weight)
     check_gated(gated_linear(x, weight, tile=tile), product)
-
-
-def check_gated(out: torch.Tensor, product: torch.Tensor) -> None:
-    """Compare with what the columns of an ungated product give, 8 gates and 8 others in turns."""
-    expected = reference.gated(product.float())
-    assert_within_twice(out, reference.gated(product), expected, atol=ATOL)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -179,18 +155,6 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(device: str, dtype: torc
     assert torch.equal(linear(x.flip(0), weight).flip(0), together)
     for first, last in ((0, 1), (69, 70), (3, 40), (31, 66)):
         assert torch.equal(linear(x[first:last], weight), together[first:last])
-
-
-def operands(kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and weights of a kind, on a GPU."""
-    x, weight = randn("cuda", torch.float32, 543, 4096), randn("cuda", torch.float32, 4096, 4096)
-    if kind == "wide":  # exponents far apart: any other order of sums shows
-        x *= torch.exp2(torch.randint(-6, 7, x.shape, device="cuda").float())
-        weight *= torch.exp2(torch.randint(-6, 7, weight.shape, device="cuda").float())
-    if kind == "cancelling":
-        x[:, 1::2] = -x[:, ::2]
-        weight[:, 1::2] = weight[:, ::2] * 1.01
-    return (x / 64).to(dtype), (weight / 64).to(dtype)
 
 
 @pytest.mark.gpu

@@ -11,8 +11,8 @@ from attn_kernels.linear import bodies_hopper, launch_hopper
 from attn_kernels.linear.launch import gated_linear, linear, shipped_tile, shipped_tiles
 from attn_kernels.linear.launch_triton import LinearTile
 from attn_kernels.linear.plan import HOPPER_TILES, HopperLinearTile, hopper_tile
+from tests.attn_kernels.linear_case import MAX_SHARED_BYTES, check, check_gated, operands, randn
 from tests.attn_kernels.sm90 import compile_launch, launches_of, ptxas_notes
-from tests.attn_kernels.test_linear import MAX_SHARED_BYTES, check, check_gated, operands, randn
 from tests.support.gluon_emulator import DeadlockError, HazardError, edited, emulated
 
 BF16 = torch.bfloat16

@@ -24,7 +24,7 @@ from benchmarks.cascade_border import (
     plan_forest,
     shape_of,
 )
-from tests.benchmarks.test_kernels import Rehearsal
+from tests.benchmarks.rehearsal import Rehearsal
 from tests.support.triton_interpreter import interpreted
 
 RESULTS = Path(cascade_border.__file__).parent / "results"

@@ -5,10 +5,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+from credentials.config import TlsSettings
+from credentials.door import ClusterLinks
 from kv_transfer.page_socket import PageTls
 from kv_transfer.proven_sockets import ProvenSockets
 from kv_transfer.tcp import TcpConnection, TcpTransport
 from tests.kv_transfer.pair import KEY, make_storage
+from tests.support.certificates import Authority
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -73,3 +76,9 @@ async def wire_tap(port: int) -> tuple[asyncio.Server, int, list[bytes]]:
 
     server = await asyncio.start_server(relay, "127.0.0.1", 0)
     return server, server.sockets[0].getsockname()[1], sent
+
+
+def page_tls(authority: Authority) -> PageTls:
+    tls = ClusterLinks(TlsSettings(inside=authority.inside())).page_tls
+    assert tls
+    return tls

@@ -35,8 +35,7 @@ from tests.kv_transfer.pair import (
     check_whole_transfers,
     make_storage,
 )
-from tests.kv_transfer.tcp_pair import run, soon, wire_tap
-from tests.kv_transfer.test_tcp_tls import page_tls
+from tests.kv_transfer.tcp_pair import page_tls, run, soon, wire_tap
 from tests.support.certificates import Authority
 from tests.support.fake_engine import FakePageStorage
 from tests.support.loopback import LoopbackNetwork

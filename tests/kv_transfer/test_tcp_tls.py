@@ -13,14 +13,8 @@ from credentials.door import ClusterLinks
 from kv_transfer.errors import ConnectionBroken
 from kv_transfer.page_socket import PIECE_BYTES, PageTls, TlsSocket
 from tests.kv_transfer.pair import KEY, shuffled
-from tests.kv_transfer.tcp_pair import Pair, a_pair, run, soon, wire_tap
+from tests.kv_transfer.tcp_pair import Pair, a_pair, page_tls, run, soon, wire_tap
 from tests.support.certificates import Authority
-
-
-def page_tls(authority: Authority) -> PageTls:
-    tls = ClusterLinks(TlsSettings(inside=authority.inside())).page_tls
-    assert tls
-    return tls
 
 
 async def tapped(pair: Pair) -> list[bytes]:

@@ -6,8 +6,10 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from attn_kernels.cascade.launch import CascadeAttention
+from attn_kernels.cascade.plan import CascadeEstimate
 from attn_kernels.decode import launch as decode_launch
-from llm_engine import recordings
+from llm_engine import decode_triton, recordings
 from tests.llm_engine.launch_recorder import LaunchRecorder
 from tests.llm_engine.used_up import overwrite_what_is_used_up
 from tests.llm_engine.whole_kernels import WHOLE_KERNELS
@@ -55,3 +57,19 @@ def recorders() -> Iterator[list[LaunchRecorder]]:
         monkeypatch.setattr(decode_launch, "programs_for", lambda *_: 2)
         overwrite_what_is_used_up(monkeypatch)
         yield made
+
+
+@pytest.fixture
+def shared_items(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let every plan share what it can; the list gets the number of its items."""
+    num_items = []
+
+    class EagerCascade(CascadeAttention):
+        def plan(self, *args: object, **options: object) -> CascadeEstimate:
+            self.model = self.model.sharing_all()
+            estimate = super().plan(*args, **options)  # type: ignore[arg-type]
+            num_items.append(self.num_shared_items)
+            return estimate
+
+    monkeypatch.setattr(decode_triton, "CascadeAttention", EagerCascade)
+    return num_items

@@ -17,7 +17,7 @@ from llm_engine.load_engine import load_engine
 from llm_engine.sampling import SamplingParams, SequenceSlice
 from tests.llm_engine.driver import recording, small_engine
 from tests.llm_engine.launch_recorder import LaunchRecorder
-from tests.llm_engine.test_decode_triton import (
+from tests.llm_engine.shared_pages import (
     HEAD_DIM,
     NUM_LAYERS,
     PAGE_SIZE,
@@ -26,7 +26,6 @@ from tests.llm_engine.test_decode_triton import (
     attend,
     make_backend,
     num_heads,
-    shared_items,  # noqa: F401  # a fixture
 )
 from tests.support.checkpoints import write_checkpoint
 from tests.support.triton_interpreter import interpreted
@@ -65,7 +64,7 @@ def plan_reads(
     return reads
 
 
-def test_rows_that_share_a_prefix_read_it_once(shared_items: list[int]) -> None:  # noqa: F811
+def test_rows_that_share_a_prefix_read_it_once(shared_items: list[int]) -> None:
     spared = 256 * (len(SHARING) - 1)
 
     assert plan_reads(TritonAttention) == of_tokens(sum(ROWS), sum(ROWS) - spared, 1, len(SHARING))
@@ -86,7 +85,7 @@ def test_torch_and_pools_that_are_read_flat_read_what_is_needed(
 
 
 def test_a_window_hides_keys_and_who_is_beyond_it_shares_nothing(
-    shared_items: list[int],  # noqa: F811
+    shared_items: list[int],
 ) -> None:
     seen = [min(kv_len, 290) for kv_len in ROWS]
     spared = 256 * (len(SHARING) - 2)  # the row of 301 keys sees others than the first 256
@@ -106,7 +105,7 @@ def test_prompts_alone_are_not_counted() -> None:
 
 def test_each_of_several_launches_is_counted_once_for_all_layers(
     device: torch.device,
-    shared_items: list[int],  # noqa: F811
+    shared_items: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("llm_engine.attention_triton.MAX_DECODE_ROWS", 4)
