@@ -7,7 +7,6 @@ import pty
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -17,9 +16,11 @@ import pytest
 from google.rpc import error_details_pb2
 
 from pagewire.protos import common_pb2
+from tests.cli.client_commands import COMMANDS, PAGEWIRE
 from tests.pagewire.scripted_service import (
     ScriptedService,
     abort,
+    answer,
     response,
     retry_after,
     serving_in_thread,
@@ -31,23 +32,8 @@ from tests.support.rarely import rarely
 from tests.support.waiting import wait_until
 from tests.support.wall_clock import assert_within
 
-COMMANDS = [
-    ("generate", "x"),
-    ("chat",),
-    ("top", "--once", "--interval", "0.1"),
-    *rarely((("generate", "x", "--json"),), (("status", "--once"),), (("status", "--json"),)),
-]
-PAGEWIRE = [sys.executable, "-m", "cli"]
 WAIT_S = 30
 ERASED_LINE = "\x1b[1A\x1b[2K"  # that above, by rich at the end of what it showed there
-
-
-async def answer(request, context):
-    last = request.chat.messages[-1].content if request.chat.messages else request.text
-    yield response("echo ", [1])
-    yield response(
-        last, [2], first_index=1, finish_reason=common_pb2.FINISH_REASON_STOP, usage=usage()
-    )
 
 
 async def endless(request, context):

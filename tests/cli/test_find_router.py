@@ -19,9 +19,8 @@ from cluster.served import ServedCluster, published
 from credentials.door import front_door
 from pagewire import Tls
 from pagewire.cli import client_commands
-from tests.cli.test_client_commands import COMMANDS, answer
-from tests.pagewire.scripted_service import serving_in_thread
-from tests.pagewire.test_tokens import tell
+from tests.cli.client_commands import COMMANDS
+from tests.pagewire.scripted_service import answer, serving_in_thread, tell
 from tests.support.certificates import Authority
 from tests.support.command_line import run_main
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from cli import commands
 from credentials.door import front_door
 from tests.http_gateway.raw_http import exchange, request
-from tests.observability.test_tracing import collecting
+from tests.observability.trace_collector import collecting
 from tests.pagewire.scripted_service import hello, serving_in_thread
 from tests.support.certificates import Authority
 from tests.support.command_line import run_main

@@ -2,7 +2,7 @@ import pytest
 
 from pagewire import ClusterStatus
 from pagewire.cli.rates import Answer, RateWindow, rates_between
-from tests.cli.test_status import worker
+from tests.cli.shown_workers import worker
 
 
 def answer(at, *workers, finished=0):

@@ -19,10 +19,12 @@ from pagewire import ClusterStatus
 from pagewire.cli.rates import Answer, look_twice, rates_between
 from pagewire.cli.screen import ENTER, LEAVE
 from pagewire.cli.top import top_lines
-from tests.cli.test_client_commands import PAGEWIRE, WAIT_S, answer
-from tests.cli.test_status import BUSY, status, worker
-from tests.pagewire.scripted_service import serving_in_thread
+from tests.cli.client_commands import PAGEWIRE
+from tests.cli.shown_workers import BUSY, status, worker
+from tests.pagewire.scripted_service import answer, serving_in_thread
 from tests.support.command_line import run_main
+
+WAIT_S = 30
 
 CLUSTER = (BUSY, worker(worker_id="decode-0"), worker(worker_id="decode-1", state="dead"))
 HEADERS = ["worker", "state", "run+wait", "pages", "gen/s", "comp/s", "hits", "moved/s", "read"]

@@ -8,7 +8,7 @@ from cluster.launch import END_TIMEOUT_S, STOP_MARGIN_S
 from deploy.kubernetes.check import STOPPING_S, main
 from tests.deploy.kubectl import find_kubectl
 from tests.deploy.manifest_checks import STOP_SPARE_S
-from tests.deploy.test_kubernetes import KUBERNETES, OVERLAYS
+from tests.deploy.overlays import KUBERNETES, OVERLAYS
 
 KUSTOMIZATION, CONFIG = "kustomization.yaml", "cluster.yaml"
 SECRET = "secret_file: /etc/pagewire-secret/secret"

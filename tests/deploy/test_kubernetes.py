@@ -20,10 +20,9 @@ from google.protobuf import json_format
 from pagewire.protos import inference_pb2
 from tests.deploy import manifest_checks as checks
 from tests.deploy.kubectl import kustomize
+from tests.deploy.overlays import KUBERNETES, OVERLAYS
 from tests.support.waiting import wait_until
 
-KUBERNETES = checks.ROOT / "deploy" / "kubernetes"
-OVERLAYS = ("cpu-demo", "production", "single-node")
 CLUSTER = "RayCluster/pagewire/spec"
 # In what an overlay may differ from the base, as patterns of paths.
 IMAGES = rf"{CLUSTER}/.*/(initContainers|containers)/\d/image"

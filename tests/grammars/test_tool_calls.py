@@ -14,7 +14,7 @@ from grammars.errors import InvalidConstraint
 from grammars.matcher import Grammar, Vocabulary
 from grammars.tool_calls import FORMATS, MARKERS, MAX_CALLS, MAX_FUNCTIONS
 from grammars.vocabulary import ModelTokens
-from tests.http_gateway.test_answer_text import read
+from tests.http_gateway.answer_texts import read
 from tests.support.grammar_cases import PARAMETERS
 from tests.support.token_bits import token_ids
 

@@ -13,9 +13,9 @@ import pytest
 from http_gateway.body import MAX_ARRAYS, MAX_OBJECTS, MAX_THREADS, parse_object
 from http_gateway.errors import HttpError
 from observability.serving_process import SWITCH_S
+from tests.http_gateway.bodies import CHAT, RESPONSE, TEXT
 from tests.http_gateway.raw_http import RawAnswer, exchange, request
 from tests.http_gateway.serving import Gateway
-from tests.http_gateway.test_lifetime import CHAT, RESPONSE, TEXT
 from tests.support.wall_clock import assert_within, on_this_host
 
 MESSAGE = {"role": "user", "content": ""}

@@ -22,6 +22,7 @@ from observability.logs import ATTRIBUTE
 from pagewire import ClosedError, UnavailableError, calls, routers
 from pagewire.routers import Connector
 from router import front
+from tests.http_gateway.bodies import BODIES, CHAT, RESPONSE, TEXT, body_of
 from tests.http_gateway.canaries import singing
 from tests.http_gateway.conftest import openai as client_of
 from tests.http_gateway.parrot import parrot, write_folder
@@ -43,17 +44,6 @@ from tests.pagewire.scripted_service import (
 from tests.support.virtual_time import run_virtual
 from tests.support.waiting import wait_until
 from tests.support.wall_clock import assert_within, on_this_host
-
-CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-BODIES = {
-    CHAT: {"messages": [{"role": "user", "content": "x"}]},
-    TEXT: {"prompt": "x"},
-    RESPONSE: {"input": "x"},
-}
-
-
-def body_of(path, **options):
-    return json.dumps({**BODIES[path], **options})
 
 
 async def never_begins(call, context):

@@ -20,10 +20,10 @@ from observability.tracing import begin_trace
 from pagewire import Encryption
 from pagewire.protos.trace_context import TraceContext
 from pagewire.routers import Connector
+from tests.http_gateway.bodies import TEXT, body_of
 from tests.http_gateway.conftest import openai as client_of
 from tests.http_gateway.raw_http import exchange, request
 from tests.http_gateway.serving import gateway, scripted
-from tests.http_gateway.test_lifetime import TEXT, body_of
 from tests.pagewire.scripted_service import never_ends, two_words
 from tests.support.cluster_status import ONE_OF_EACH
 from tests.support.traces import traced, values

@@ -10,7 +10,7 @@ from http_gateway.wire import RouterLink
 from pagewire import Model, OverloadedError
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import pack_token_ids
-from tests.http_gateway.test_answer_text import model
+from tests.http_gateway.answer_texts import model
 from tests.support.virtual_time import run_virtual
 
 MODEL = model()

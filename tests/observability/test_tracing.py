@@ -3,13 +3,9 @@
 import json
 import subprocess
 import sys
-import threading
 import time
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from observability import tracing
 from observability.tracing import (
@@ -24,6 +20,7 @@ from observability.tracing import (
 )
 from options.option import WrongOptions
 from pagewire.protos.trace_context import NO_TRACE, TraceContext
+from tests.observability.trace_collector import collecting
 from tests.support.traces import traced, values
 from tests.support.waiting import wait_until
 from tests.support.wall_clock import assert_within
@@ -76,32 +73,6 @@ def test_what_still_runs_when_a_process_stops_goes_on_untraced():
     span.event("first_token")
     span.end(outcome="ok")
     assert traces.spans == []
-
-
-class Collector(BaseHTTPRequestHandler):
-    """Keeps what comes."""
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["content-length"]))
-        self.server.requests.append((self.path, ExportTraceServiceRequest.FromString(body)))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *args):
-        pass
-
-
-@contextmanager
-def collecting():
-    """Yield a collector's endpoint, and what has come: (path, request)."""
-    collector = HTTPServer(("127.0.0.1", 0), Collector)
-    collector.requests = []
-    threading.Thread(target=collector.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{collector.server_port}/v1/traces", collector.requests
-    finally:
-        collector.shutdown()
-        collector.server_close()
 
 
 def test_the_last_spans_reach_the_collector_when_a_process_stops():

@@ -14,6 +14,7 @@ from grpc_status import rpc_status
 
 from credentials.config import TlsSettings
 from credentials.door import Door, front_door
+from pagewire import AsyncClient
 from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc
 from pagewire.protos.gathering import READS_MORE_KEY, READS_TOKENS_KEY
 from pagewire.protos.token_ids import TOKEN_BYTES, pack_token_ids, unpack_token_ids
@@ -208,6 +209,30 @@ async def two_words(request, context):
     yield response("there", [2], first_index=1, finish_reason=STOP, usage=usage())
 
 
+async def two_deltas(request, context):
+    """A script of two messages."""
+    yield response("ab", [1])
+    yield response(
+        "c", [2], first_index=1, finish_reason=common_pb2.FINISH_REASON_LENGTH, usage=usage()
+    )
+
+
+async def tell(request, context):
+    """A script that answers with what says for whom the call is made."""
+    told = dict(context.invocation_metadata()).get("authorization", "nobody")
+    stop = common_pb2.FINISH_REASON_STOP
+    yield response(told, [1], finish_reason=stop, usage=usage())
+
+
+async def answer(request, context):
+    """A script that repeats the latest text."""
+    last = request.chat.messages[-1].content if request.chat.messages else request.text
+    yield response("echo ", [1])
+    yield response(
+        last, [2], first_index=1, finish_reason=common_pb2.FINISH_REASON_STOP, usage=usage()
+    )
+
+
 def waiting_for(event: threading.Event) -> Script:
     """Return a script whose second word comes after an event."""
 
@@ -320,6 +345,16 @@ def serving_in_thread(
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()
+
+
+def run(script, work):
+    """Run `await work(client, service)` against a server that plays `script`."""
+
+    async def scenario():
+        async with serving(script) as (address, service), AsyncClient(address) as client:
+            return await work(client, service)
+
+    return asyncio.run(scenario())
 
 
 def _is_one_token(message):

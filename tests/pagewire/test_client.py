@@ -17,20 +17,14 @@ from tests.pagewire.scripted_service import (
     never_ends,
     response,
     retry_after,
+    run,
     serving,
     serving_in_thread,
-    usage,
+    two_deltas,
     violation,
 )
 
 LARGE_PROMPT = "x" * LARGE_REQUEST_BYTES  # which does not share a stream
-
-
-async def two_deltas(request, context):
-    yield response("ab", [1])
-    yield response(
-        "c", [2], first_index=1, finish_reason=common_pb2.FINISH_REASON_LENGTH, usage=usage()
-    )
 
 
 def failing(code, message, *details, after=()):
@@ -40,16 +34,6 @@ def failing(code, message, *details, after=()):
         await abort(context, code, message, *details)
 
     return script
-
-
-def run(script, work):
-    """Run `await work(client, service)` against a server that plays `script`."""
-
-    async def scenario():
-        async with serving(script) as (address, service), AsyncClient(address) as client:
-            return await work(client, service)
-
-    return asyncio.run(scenario())
 
 
 def error_of(script, prompt="x", **options):

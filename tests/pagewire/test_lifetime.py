@@ -18,9 +18,10 @@ from tests.pagewire.scripted_service import (
     ScriptedService,
     never_ends,
     response,
+    run,
     serving_in_thread,
+    two_deltas,
 )
-from tests.pagewire.test_client import run, two_deltas
 from tests.support.waiting import wait_until
 from tests.support.wall_clock import assert_within
 

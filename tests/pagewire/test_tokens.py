@@ -6,19 +6,11 @@ import pytest
 
 import pagewire
 from pagewire import AsyncClient, AuthenticationError, Client, InvalidRequestError
-from pagewire.protos import common_pb2
 from tests.http_gateway.parrot import parrot, write_folder
 from tests.http_gateway.serving import real_router
-from tests.pagewire.scripted_service import response, serving_in_thread, usage
+from tests.pagewire.scripted_service import serving_in_thread, tell
 from tests.router.tenants.known import CLUSTER_TOKEN, tenants
 from tests.support.command_line import run_main
-
-
-async def tell(request, context):
-    """Answers with what says for whom the call is made."""
-    told = dict(context.invocation_metadata()).get("authorization", "nobody")
-    stop = common_pb2.FINISH_REASON_STOP
-    yield response(told, [1], finish_reason=stop, usage=usage())
 
 
 @pytest.fixture(autouse=True)
