@@ -8,54 +8,17 @@ import pytest
 from cluster.config_file import load_config
 from cluster.demo_model import INSTALL_TRAINED, trained_model, write_demo_model
 from cluster.doctor import examine
-from cluster.host_facts import HostFacts, collect_facts
+from cluster.host_facts import collect_facts
 from cluster.host_memory import HostMemory, read_host_memory
 from cluster.pool_config import PoolConfig
 from cluster.ray_listeners import RayListener
+from tests.cluster.fact_samples import CPU_HOST, GPU_HOST
 from tests.http_gateway.serving import gateway, scripted
 from tests.pagewire.scripted_service import serving_in_thread
 from tests.support.interfaces import have_interfaces
 from tests.support.ipv6 import needs_ipv6
 
-GPU_VERSIONS = {
-    "torch": "2.11.0",
-    "triton": "3.6.0",
-    "ray": "2.60.0",
-    "grpcio": "1.85.1",
-    "protobuf": "7.36.2",
-    "nvidia-nccl-cu13": "2.28.9",
-    "nccl4py": "0.6.0",
-}
-GPU_HOST = HostFacts(
-    python=(3, 12, 3),
-    system="Linux",
-    versions=GPU_VERSIONS,
-    torch_cuda="13.0",
-    torch_error="",
-    driver_gpus=2,
-    torch_gpus=2,
-    compiler="/usr/bin/cc",
-    shm_free_bytes=2**30,
-    memory=HostMemory(total_bytes=64 * 2**30, free_bytes=60 * 2**30),
-    gpu_free_bytes=(80 * 2**30,) * 2,
-    ray_auth_mode="",
-    ray_listeners=(),
-    protobuf_gencode="7.35.1",
-    grpc_gencode="1.85.1",
-)
 OPEN_RAY = RayListener(process="gcs_server (pid 17)", address="[::]:6379", auth_mode="disabled")
-CPU_HOST = replace(
-    GPU_HOST,
-    torch_cuda=None,
-    driver_gpus=0,
-    torch_gpus=0,
-    gpu_free_bytes=(),
-    versions={
-        name: version
-        for name, version in GPU_VERSIONS.items()
-        if name not in ("nvidia-nccl-cu13", "nccl4py")
-    },
-)
 
 
 def findings(facts, pools=None, **options):

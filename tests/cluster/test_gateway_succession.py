@@ -9,7 +9,7 @@ import ray
 
 from cluster import controller as module
 from cluster.errors import StartError
-from tests.cluster.test_controller import World
+from tests.cluster.controlled_actors import World
 
 
 class Gateways:

@@ -37,7 +37,7 @@ from credentials.config import TlsSettings
 from credentials.secret import ClusterSecret
 from decode_worker.actor import DecodeActor
 from prefill_worker.actor import PrefillActor
-from tests.cluster.test_controller import RouterThatHears
+from tests.cluster.controlled_actors import RouterThatHears
 from tests.pagewire.scripted_service import serving_in_thread
 from tests.support.interfaces import have_interfaces
 

@@ -12,7 +12,7 @@ from cluster.demo_model import demo_model_dir
 from cluster.doctor import examine
 from cluster.errors import ConfigError
 from cluster.model_folder import check_model_folder
-from tests.cluster.test_doctor import CPU_HOST, GPU_HOST
+from tests.cluster.fact_samples import CPU_HOST, GPU_HOST
 from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.wall_clock import assert_within
 

@@ -17,7 +17,7 @@ import pytest
 
 from pagewire import AsyncClient
 from protos.contract import CONTRACT_VERSION
-from tests.cluster.test_lifecycle import OPTIONS, Host
+from tests.cluster.lasting_cluster import OPTIONS, Host
 from tests.support.processes import kill_session
 
 ROOT = Path(__file__).parents[2]
