@@ -178,8 +178,7 @@ class CallStream:
             call.end(failure)
         self._has_mail.set()
         try:
-            if self._has_headers.is_set():  # the router is there
-                await asyncio.wait(self._tasks, timeout=FINISH_S)
+            await asyncio.wait(self._tasks, timeout=FINISH_S)
         finally:
             self.end(None)
 

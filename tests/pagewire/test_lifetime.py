@@ -280,6 +280,18 @@ def test_closing_tells_the_router_which_calls_end_and_waits_for_its_end():
     run(never_ends, work)
 
 
+def test_closing_waits_for_the_end_of_a_stream_that_the_router_has_not_yet_answered():
+    async def work(client, service):
+        service.headers_s = 0.2
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await client.generate("x")
+        await client.aclose()
+        assert service.num_ended_streams == 1
+
+    run(never_ends, work)
+
+
 def test_closing_waits_for_a_moment_only_for_a_router_that_does_not_end_its_streams():
     async def work(client, service):
         service.ends_streams = False
