@@ -64,15 +64,16 @@ class ServedCluster:
     def __init__(self, spec: ClusterSpec, start_timeout_s: float) -> None:
         self.spec = spec
         self.addresses: list[str] = []  # of the cluster's own router, then of more
+        self.logs = Path()  # folder of its processes' logs
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        began = time.monotonic()
+        self.launched_at, began = time.time(), time.monotonic()
         self._process: SpawnProcess = context.Process(target=_serve, args=(spec, theirs))
         self._process.start()
         theirs.close()
         self._client: Client | None = None
         try:
-            self.addresses, self.device = self._hear(start_timeout_s)
+            self.addresses, self.device, self.logs = self._hear(start_timeout_s)
             self.ready_s = time.monotonic() - began  # from the launch of the process
             for address in self.addresses[1:]:
                 _wait_for_model(address, start_timeout_s)
@@ -175,7 +176,7 @@ def _start_and_stop(spec: ClusterSpec, pipe: Connection) -> None:
         running = cluster.launch.start_cluster(config, check_start(config), shows_worker_logs=False)
     try:
         with _more_routers(spec.routers - 1, config, running) as more:
-            pipe.send(([running.address, *more], running.device))
+            pipe.send(([running.address, *more], running.device, running.local_ray.logs))
             while True:
                 pipe.send(running.pid(pipe.recv()))
     except (EOFError, OSError):  # the parent wants no more, or is gone

@@ -19,6 +19,7 @@ mixed/512           until all of 512 requests are done that come at once: lognor
                     502,942 input and 121,658 output tokens.
 ready/...           from the launch until the router is ready; new: the first start ever, without
                     compiled kernels; cold: no weights in the file cache; warm: both at hand.
+                    `parts_s` divides it, by the worker that is ready last.
 
 Every repeat of ttft and mixed has new prompts. Without --cases everything runs; try it anywhere
 with --shape tiny --scale small --device cpu --page-size 16.
@@ -52,6 +53,7 @@ from benchmarks.run_arguments import (
     results_of,
 )
 from benchmarks.served_cluster import ClusterSpec
+from benchmarks.start_parts import LOGGED, start_parts
 from benchmarks.stream_statistics import (
     Row,
     StreamRecord,
@@ -275,9 +277,10 @@ def starts_of(spec: ClusterSpec) -> dict[str, Callable[[Clock], Row]]:
 
 def time_start(spec: ClusterSpec, name: str, clock: Clock) -> Row:
     """Start a cluster and stop it."""
-    with start(spec, name, clock) as cluster:
+    with start(replace(spec, options={**spec.options, **LOGGED}), name, clock) as cluster:
         seconds = cluster.ready_s
-    return {"ms": round(1e3 * seconds, 1), "seconds": round(seconds, 2), "repeats": 1}
+        parts = start_parts(cluster.logs, cluster.launched_at, seconds)
+    return {"ms": round(1e3 * seconds, 1), "seconds": round(seconds, 2), "repeats": 1, **parts}
 
 
 def main() -> None:

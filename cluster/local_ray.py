@@ -22,7 +22,7 @@ class LocalRay:
 
     def __init__(self, token: RayToken | None = None, logs: Path = Path()) -> None:
         self._token = token
-        self._logs = logs
+        self.logs = logs
         children = psutil.Process().children()
         self._processes = {each.name(): each for each in children if each.name() in NAMES}
 
@@ -36,7 +36,7 @@ class LocalRay:
         if self.lost:
             raise RayLost(
                 f"Ray's {' and '.join(self.lost)} on this host has ended, perhaps killed for lack "
-                f"of memory; everything else was stopped; see {self._logs}"
+                f"of memory; everything else was stopped; see {self.logs}"
             )
 
     def close(self) -> None:
