@@ -20,7 +20,7 @@ from benchmarks.case_runs import CaseFailed, Run
 from benchmarks.move_times import MoveTimes
 from benchmarks.prompts import wave
 from benchmarks.stream_statistics import Row
-from benchmarks.timed_workers import Written, run_timed
+from benchmarks.timed_workers import TimedCluster, Written, run_timed
 
 LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768)  # tokens
 REPEATS = 10
@@ -76,13 +76,12 @@ def moves(length: int, written: Written, run: Run) -> Row:
 
 def main() -> None:
     """Run from the command line."""
+    cases = {str(length): partial(moves, length) for length in LENGTHS}
     run_timed(
         __doc__,
         "served_moves",
-        {str(length): partial(moves, length) for length in LENGTHS},
-        cluster="1+1, timed",
-        prefill=1,
-        alteration=lambda folder: replace(ALL_MOVE, times_moves_to=folder),
+        [TimedCluster("1+1, timed", 1, cases)],
+        lambda folder: replace(ALL_MOVE, times_moves_to=folder),
     )
 
 

@@ -2,11 +2,12 @@
 
     python -m benchmarks.served_steps --model DIR --out benchmarks/results/served-steps-X.json
 
-Cases STREAMS@CONTEXT are those of benchmarks.serving_matrix, on one decode worker without prefill
-workers. Of steps with all streams: `ms` that the clients see; `busy_ms` of the device from the
-start of a step's recording to its end, and `between_ms` from the end of the step before to that
-start; `late` is the share of steps before which the device waited for more than 0.1 ms, `ahead`
-that of steps launched before the tokens of the step before were read.
+Cases STREAMS@CONTEXT and shared/STREAMS,SHARED,OWN are those of benchmarks.serving_matrix, on one
+decode worker without prefill workers, and pools/... beside one. Of steps with all streams: `ms`
+that the clients see; `busy_ms` of the device from the start of a step's recording to its end, and
+`between_ms` from the end of the step before to that start; `late` is the share of steps before
+which the device waited for more than 0.1 ms, `ahead` that of steps launched before the tokens of
+the step before were read.
 """
 
 import json
@@ -17,9 +18,9 @@ from typing import NamedTuple
 
 from benchmarks.altered_workers import Alteration
 from benchmarks.case_runs import CaseFailed, Run
-from benchmarks.serving_matrix import AGGREGATED, DECODE, decode
+from benchmarks.serving_matrix import AGGREGATED, DECODE, DISAGGREGATED, SHARED, decode
 from benchmarks.stream_statistics import Row, percentile
-from benchmarks.timed_workers import Written, run_timed
+from benchmarks.timed_workers import Measure, TimedCluster, Written, run_timed
 
 LATE_MS = 0.1
 
@@ -56,10 +57,10 @@ def summary(steps: Sequence[Step]) -> Row:
     }
 
 
-def served(streams: int, context: int, written: Written, run: Run) -> Row:
-    """Run a case of the matrix, and read what its worker wrote meanwhile."""
+def served(streams: int, own: int, written: Written, run: Run, *, shared: int = 0) -> Row:
+    """Run a case of the matrix, and read what its decode worker wrote meanwhile."""
     written.text()
-    row = decode(streams, context, run)
+    row = decode(streams, own, run, shared=shared)
     steps = steps_of(written.text(), run.sizes.streams(streams))
     if not steps:
         raise CaseFailed("no step had all streams", row)
@@ -68,13 +69,21 @@ def served(streams: int, context: int, written: Written, run: Run) -> Row:
 
 def main() -> None:
     """Run from the command line."""
+    cases: dict[str, Measure] = {
+        f"{streams}@{context}": partial(served, streams, context) for streams, context in DECODE
+    }
+    cases |= {
+        f"shared/{streams},{shared},{own}": partial(served, streams, own, shared=shared)
+        for streams, shared, own in SHARED
+    }
     run_timed(
         __doc__,
         "served_steps",
-        {f"{streams}@{context}": partial(served, streams, context) for streams, context in DECODE},
-        cluster=AGGREGATED,
-        prefill=0,
-        alteration=lambda folder: Alteration(times_steps_to=folder),
+        [
+            TimedCluster(AGGREGATED, 0, cases),
+            TimedCluster(DISAGGREGATED, 1, {f"pools/{name}": case for name, case in cases.items()}),
+        ],
+        lambda folder: Alteration(times_steps_to=folder),
     )
 
 

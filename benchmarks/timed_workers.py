@@ -1,9 +1,10 @@
-"""Runs cases on one cluster whose workers write times to files of a folder while they serve."""
+"""Runs cases on clusters whose workers write times to files of a folder while they serve."""
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.altered_workers import Alteration
 from benchmarks.case_runs import Case, Clock, Run, run_chosen, selected
@@ -40,13 +41,18 @@ class Written:
 Measure = Callable[[Written, Run], Row]  # reads what workers write meanwhile
 
 
+class TimedCluster(NamedTuple):
+    """A cluster with one decode worker, and what to measure on it."""
+
+    name: str
+    prefill: int  # workers
+    cases: Mapping[str, Measure]
+
+
 def run_timed(
     doc: str | None,
     program: str,
-    cases: Mapping[str, Measure],
-    *,
-    cluster: str,
-    prefill: int,
+    clusters: Sequence[TimedCluster],
     alteration: Callable[[str], Alteration],
 ) -> None:
     """Run a benchmark from the command line.
@@ -54,38 +60,38 @@ def run_timed(
     Args:
         doc: What it says of itself.
         program: Its name.
-        cases: Name |-> what measures the case.
-        cluster: Name of the cluster, which has one decode worker.
-        prefill: Its prefill workers.
-        alteration: Of its workers, by the folder to which they write.
+        clusters: One runs after the other; all their cases have names of their own.
+        alteration: Of their workers, by the folder to which they write.
     """
     options = arguments(doc).parse_args()
-    chosen = selected(list(cases), options.cases)
+    chosen = selected([name for each in clusters for name in each.cases], options.cases)
     if options.list:
         print("\n".join(chosen))
         return
     end_in_order()
-    clock = Clock(options.deadline_s, options.seed)
+    clock, model = Clock(options.deadline_s, options.seed), model_of(options)
     with tempfile.TemporaryDirectory() as folder:
         written = Written(Path(folder))
-        clusters = {
-            cluster: ClusterSpec(
-                model=model_of(options),
-                prefill=prefill,
+        specs = {
+            each.name: ClusterSpec(
+                model=model,
+                prefill=each.prefill,
                 decode=1,
                 device=options.device,
                 options=cluster_options(options),
                 altered=alteration(folder),
             )
+            for each in clusters
         }
         run_chosen(
             chosen,
             [
-                Case(name=name, cluster=cluster, measure=partial(measure, written))
-                for name, measure in cases.items()
+                Case(name=name, cluster=each.name, measure=partial(measure, written))
+                for each in clusters
+                for name, measure in each.cases.items()
             ],
-            clusters,
-            results_of(options, program, clusters),
+            specs,
+            results_of(options, program, specs),
             options=options,
             clock=clock,
             warm_up=warm_up,
