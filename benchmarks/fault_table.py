@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.fault_cases import FAULTS
 from benchmarks.faults import LATE_STREAMS, OUTPUT_TOKENS, STREAMS
@@ -74,7 +74,7 @@ fault. Each cluster shared the GPUs with others, whose workers were also hit.
 {lines}
 Pauses are those of all streams of a row's runs; other times are the median and the longest run.
 
-![Kills over NCCL between two H100s: medians, on a logarithmic axis](figures/kills.svg)
+![Kills and hangs of the table: medians, on a logarithmic axis](figures/kills.svg)
 
 - *Pause*: the longest time that a stream waited for a token after the fault. Empty: not recorded.
 - *Noticed*: the router gives the worker no more work.
@@ -158,21 +158,37 @@ def page(result: dict[str, Any], name: str) -> str:
     )
 
 
-def kills(results: dict[str, dict[str, Any]]) -> str:
-    """Return the part on workers of two GPUs, for results by the names of their files."""
-    rows: dict[tuple[bool, str, str, str], tuple[str, dict[str, Any]]] = {}
+class KillRow(NamedTuple):
+    """A row of the table of kills and hangs."""
+
+    carrier: str  # of the pages
+    side: str
+    fault: str  # kill or hang
+    moment: str
+    result: dict[str, Any]
+    row: dict[str, Any]
+
+
+def kill_rows(results: dict[str, dict[str, Any]]) -> list[KillRow]:
+    """Return the rows of results by the names of their files, in the table's order."""
+    rows: dict[tuple[bool, str, str, str], KillRow] = {}
     for name, result in results.items():
         for row in result["cases"]:
             if "error" not in row:
                 fault, side, moment = row["case"].split("/")
-                key = (fault == "hang", KILLS_RESULTS[name], side, moment)
-                rows.setdefault(key, (_measured_on(result), row))
+                carrier = KILLS_RESULTS[name]
+                key = (fault == "hang", carrier, side, moment)
+                rows.setdefault(key, KillRow(carrier, side, fault, moment, result, row))
+    return [rows[key] for key in sorted(rows)]
+
+
+def kills(results: dict[str, dict[str, Any]]) -> str:
+    """Return the part on workers of two GPUs, for results by the names of their files."""
     lines = []
-    for key in sorted(rows):
-        hangs, carrier, side, moment = key
-        where, row = rows[key]
+    for carrier, side, fault, moment, result, row in kill_rows(results):
+        signal = "SIGSTOP, 10 s" if fault == "hang" else "SIGKILL"
         cells = (
-            *(carrier, side, "SIGSTOP, 10 s" if hangs else "SIGKILL", moment, where, row["times"]),
+            *(carrier, side, signal, moment, _measured_on(result), row["times"]),
             *(row["times"] * row["streams"], row["lost_requests"], row["wrong_tokens"]),
             _pause(row),
             *(_times(row, name, f"{name}_max") for name in ("noticed_ms", "quiet_ms", "usable_ms")),

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks import dot_chart, table_plots
 from benchmarks.bar_chart import draw
 from benchmarks.fault_cases import FAULTS
-from benchmarks.fault_table import FAULTS_RESULT
+from benchmarks.fault_table import FAULTS_RESULT, KILLS_RESULTS, KillRow, kill_rows
 from benchmarks.figures import BLUE, LIGHT_BLUE, ORANGE, RED
 from benchmarks.measured_host import in_short
 from benchmarks.serving_figures import bars, disaggregation_charts, hardware_of, serving_charts
@@ -40,7 +40,6 @@ from benchmarks.tables import (
 )
 from benchmarks.targets import (
     AGGREGATED_FILE,
-    KILLS_FILE,
     LIMITED_FILE,
     POOLS_FILE,
     SERVING_FILE,
@@ -283,6 +282,33 @@ def faults() -> str:
     )
 
 
+def kills() -> str:
+    """What kills and hangs of workers on two GPUs cost, row by row of the table."""
+    rows = kill_rows({name: _content(name) for name in KILLS_RESULTS})
+    where = dict.fromkeys(hardware_of(each.result, with_commit=False) for each in rows)
+    fields = ("pause_ms_p50", "noticed_ms", "quiet_ms", "usable_ms")
+
+    def name(row: KillRow) -> str:
+        carrier = row.carrier.removeprefix("CUDA ")
+        # Hangs are measured over NCCL alone.
+        return f"{'hang' if row.fault == 'hang' else carrier}, {row.side}/{row.moment}"
+
+    return draw(
+        bars(
+            "After SIGKILL of a worker, or ten seconds of SIGSTOP, logarithmic (shorter is better)",
+            (
+                "; ".join(where),
+                "Medians. IPC, NCCL: kills. Hang: over NCCL. No bar: no transfer was under way.",
+            ),
+            [(name(each), [each.row.get(field) for field in fields]) for each in rows],
+            series=tuple(
+                zip(("pause", "noticed", "pages free", "moves again"), COLORS, strict=True)
+            ),
+            is_logarithmic=True,
+        )
+    )
+
+
 def replay() -> str:
     """How many requests of a trace get their tokens in time."""
     values = [
@@ -400,7 +426,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "gateway": gateway,
     "calls": calls,
     "corruption": corruption,
-    "kills": partial(disaggregation, "kill", [KILLS_FILE]),
+    "kills": kills,
     "faults": faults,
     **{f"tables/{name}": partial(table_plots.plot, name) for name in table_plots.PLOTS},
 }
