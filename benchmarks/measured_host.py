@@ -49,9 +49,14 @@ def in_short(found: Row | str) -> str:
     if isinstance(found, str):
         return found
     if gpus := found.get("gpus"):
-        model = gpus[0].removeprefix("NVIDIA ").split()[0]
-        return f"{len(gpus)} {model}{'s' if len(gpus) > 1 else ''}"
+        return f"{len(gpus)} {gpu_model(found)}{'s' if len(gpus) > 1 else ''}"
     return f"{found['cores']} CPU cores"
+
+
+def gpu_model(found: Row) -> str:
+    """Return the model of a result file's GPUs, such as H200."""
+    model: str = found["gpus"][0].removeprefix("NVIDIA ").split()[0]
+    return model
 
 
 def versions() -> dict[str, str]:

@@ -35,15 +35,14 @@ def start_parts(logs: Path, launched_at: float, ready_s: float) -> Row:
         raise ValueError(f"{logs}: found no worker's start; allowed: the logs of a start")
     last = max(starts, key=lambda steps: _at(steps["worker_ready"]))
     begins, imported, loaded, ready = (last[event] for event in EVENTS)
-    process_s = _at(ready) - ready["process_s"] - launched_at
+    ready_at_s = _at(ready) - launched_at
     parts = {
-        "until_process": process_s,
+        "until_process": ready_at_s - ready["process_s"],
         "until_actor": begins["process_s"],
         "imports": imported["process_s"] - begins["process_s"],
         "weights": loaded["weights_s"],
         "kernels": loaded["warm_up_s"],
     }
-    ready_at_s = process_s + ready["process_s"]
     parts["rest_of_worker"] = ready_at_s - sum(parts.values())
     parts["until_served"] = ready_s - ready_at_s
     return {

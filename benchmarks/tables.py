@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.figures import FLASHINFER_CASCADE, FLASHINFER_DECODE, read_times
 from benchmarks.first_token_path import PARTS
-from benchmarks.measured_host import in_short
+from benchmarks.measured_host import gpu_model, in_short
 from benchmarks.serving_figures import ARMS, VLLM
 from benchmarks.stream_statistics import Row
 from benchmarks.targets import (
@@ -561,7 +561,8 @@ def _hardware_in_short(file: str) -> str:
 
 
 def _gpu(file: str) -> str:
-    return _hardware_in_short(file).split()[1].rstrip("s")
+    content = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    return gpu_model(content["hardware"])
 
 
 def _ms(value: float) -> str:
