@@ -60,6 +60,7 @@ from benchmarks.result_file import ResultFile, say
 from benchmarks.stream_statistics import Row
 from cluster.demo_model import demo_model_dir
 from kv_transfer.errors import ConnectionBroken, DigestMismatch, TransferError
+from kv_transfer.joining import JoinedDigests
 from kv_transfer.messages import Ticket
 from kv_transfer.order import Incoming
 from kv_transfer.receiver import Receiver
@@ -136,6 +137,7 @@ class Corruption:
         self.count = Count()
         self._engine = make_engine(side)
         self._storage = self._engine.storage
+        self._digests = JoinedDigests(self._storage)
         self._transport = make_transport(side, self._storage)
         self._line = Line(pipe)
         self._random = random.Random(seed)  # noqa: S311 - nothing secret
@@ -267,6 +269,7 @@ class Corruption:
             send=self._line.send,
             on_commit=commit,
             deadlines=DEADLINES,
+            digests=self._digests,
         )
         ended = self._ended[ticket] = asyncio.get_running_loop().create_future()
         self._line.send(begin)

@@ -21,6 +21,7 @@ from benchmarks.page_damage import Damage, damaged
 from kv_cache.page_storage import PageStorage
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.errors import TransferError
+from kv_transfer.joining import JoinedDigests
 from kv_transfer.messages import Abort, ChunkAck, ChunkGo, Ticket
 from kv_transfer.order import Outgoing
 from kv_transfer.sender import Sender
@@ -246,6 +247,7 @@ class DamagingSender:
     def __init__(self, side: Side, line: Line) -> None:
         self._engine = make_engine(side)
         self._storage = self._engine.storage
+        self._digests = JoinedDigests(self._storage)
         self._transport = make_transport(side, self._storage)
         self._line = line
         self._connection: tuple[DamagingConnection, Outgoing] | None = None
@@ -301,6 +303,7 @@ class DamagingSender:
             send=self._line.send,
             on_ack=lambda first, num: None,
             deadlines=DEADLINES,
+            digests=self._digests,
         )
         page_ids = pages_of(begin.prompt)[:PROMPT_PAGES]
         chunks = [page_ids[at : at + CHUNK_PAGES] for at in range(0, PROMPT_PAGES, CHUNK_PAGES)]

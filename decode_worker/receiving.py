@@ -23,6 +23,7 @@ from kv_cache.page_pool import Quarantined
 from kv_transfer.connections import ConnectionPool, PeerKey
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken, TransferError
+from kv_transfer.joining import JoinedDigests
 from kv_transfer.messages import Ticket
 from kv_transfer.order import Incoming
 from kv_transfer.users import Users
@@ -74,7 +75,7 @@ class PrefillReceivers:
         self._scheduler = scheduler
         self._connect_channel = connect_channel
         self._random_id = random_id
-        self._run_blocking = run_blocking
+        self._digests = JoinedDigests(context.storage, run_blocking=run_blocking)
         self._on_deltas = on_deltas
         self._on_failure = on_failure
         self._on_failed_pass = on_failed_pass
@@ -257,7 +258,7 @@ class PrefillReceivers:
             on_commit=lambda num_pages: self._commit(group, num_pages),
             deadlines=self._config.transfer_deadlines,
             result_s=self._config.result_s,
-            run_blocking=self._run_blocking,
+            digests=self._digests,
             trace=trace,
         )
 

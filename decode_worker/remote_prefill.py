@@ -19,8 +19,8 @@ from decode_worker.request import PrefillGroup
 from decode_worker.wire import PrefillEnd, PrefillMessage, PrefillResult, start_message
 from kv_cache.page_storage import PageStorage
 from kv_transfer.deadlines import TransferDeadlines
-from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import TransferError
+from kv_transfer.joining import JoinedDigests
 from kv_transfer.messages import ReceiverMessage, Ticket
 from kv_transfer.order import Incoming
 from kv_transfer.receiver import Receiver
@@ -62,7 +62,7 @@ class RemotePrefill:
         on_commit: Callable[[int], None],
         deadlines: TransferDeadlines,
         result_s: float,
-        run_blocking: RunBlocking,
+        digests: JoinedDigests,
         trace: TraceContext,
     ) -> None:
         self._group = group
@@ -77,7 +77,7 @@ class RemotePrefill:
         self._on_commit = on_commit
         self._deadlines = deadlines
         self._result_s = result_s
-        self._run_blocking = run_blocking
+        self._digests = digests
         self._line: AttemptLine | None = None
         self.receiver: Receiver | None = None  # None while nothing can have been posted
         self.result: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
@@ -189,7 +189,7 @@ class RemotePrefill:
             send=self._send,
             on_commit=self._on_commit,
             deadlines=self._deadlines,
-            run_blocking=self._run_blocking,
+            digests=self._digests,
         )
 
     def _send(self, message: ReceiverMessage) -> None:

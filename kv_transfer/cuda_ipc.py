@@ -10,11 +10,13 @@ handshake of `kv_transfer.proven_sockets`, is small:
 and for each operation
 
     sender    magic (8) | frame number (8) | number of pages (4) | page ids (4 each)
-    receiver  frame number (8): it has read them
+    receiver  frame number (8): it has read them, and those of all frames before
 
-The sender names the pages of one operation more before those of the last one are read, so that the
-receiver launches their copy behind the last one: no round trip lies between the two. All integers
-are big-endian. A frame that the receiver does not expect breaks the connection.
+The sender names the pages of up to WINDOW operations before those of the first one are read, and
+a frame number says that all frames before it have been read, too. So the receiver copies what waits
+in one call, and launches it behind the copy that still runs: operations wait for no round trip, and
+small ones share the turns of threads. All integers are big-endian. A frame that the receiver does
+not expect breaks the connection.
 
 Only the receiver writes, into its own pages and without its peer's help; so nothing hangs when the
 peer dies, and an abort lasts no longer than two copies. A mapping keeps the memory of a dead sender
@@ -24,31 +26,32 @@ alive, which its successor needs: the receiver always reads the socket, whose en
 import asyncio
 import logging
 import struct
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from kv_cache.page_storage import PageStorage
-from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import (
     ConnectionBroken,
     LayoutMismatch,
     TransferError,
     TransportRefused,
 )
+from kv_transfer.joining import take_joined
+from kv_transfer.order import WINDOW
 from kv_transfer.ordered_connection import LiveConnections, reason_of
 from kv_transfer.page_socket import PageSocket
 from kv_transfer.proven_sockets import ProvenSockets, read_offer
 from kv_transfer.socket_connection import SocketConnection
 from observability.logs import fields
+from pagewire.protos.call_tasks import mark_seen
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-IN_PROGRESS = 2  # operations: one begins while the one before it ends
+MAX_COPYING = 2  # calls at a time; on the device, the second one runs behind the first
 MAX_CARD_BYTES = 512
 MAX_FRAME_PAGES = 1 << 20  # a worker's whole pool, and 4 MiB of ids
 MAX_CHUNK_BYTES = 1 << 40  # no network is between the GPUs: whatever is handed over
@@ -127,7 +130,7 @@ class CudaIpcTransport:
 
     async def accept(self, connection_id: str, deadline: float) -> "Receiving":
         wire = await self._sockets.accept(connection_id, deadline)
-        threads = ThreadPoolExecutor(IN_PROGRESS, thread_name_prefix=self.name)
+        threads = ThreadPoolExecutor(MAX_COPYING, thread_name_prefix=self.name)
         with _setting_up(wire, if_late="the sender sent no card in time"):
             try:
                 async with asyncio.timeout_at(deadline):
@@ -135,7 +138,8 @@ class CudaIpcTransport:
             except BaseException:
                 threads.shutdown(wait=False)
                 raise
-        receiving = Receiving(connection_id, wire, threads, pages, num_pages)
+        page_bytes = self._storage.page_bytes
+        receiving = Receiving(connection_id, wire, threads, pages, num_pages, page_bytes)
         self._connections.add(receiving)
         return receiving
 
@@ -189,48 +193,13 @@ class CudaIpcTransport:
         return pages, num_pages
 
 
-class PipelinedConnection(SocketConnection):
-    """Base of both sides: an operation begins while the one before it ends.
-
-    One that begins holds `_beginning`, and keeps it until it gets `_order`, which one that ends
-    holds. So both parts run in the order of the calls, and no third operation begins.
-    """
-
-    def __init__(self, connection_id: str, wire: PageSocket, run_blocking: RunBlocking) -> None:
-        super().__init__(connection_id, wire, run_blocking)
-        self._beginning = asyncio.Lock()
-
-    async def _operate(
-        self,
-        begin: Callable[[], Awaitable[T]],
-        end: Callable[[T], Awaitable[None]],
-        seconds: float,
-    ) -> None:
-        """Run an operation in two parts, each within a time from when its turn comes."""
-        with self._breaking():
-            async with self._beginning:
-                async with asyncio.timeout(seconds):
-                    self._check_healthy()
-                    begun = await begin()
-                await self._order.acquire()
-            try:
-                async with asyncio.timeout(seconds):
-                    self._check_healthy()
-                    await end(begun)
-                    self._num_done += 1
-            finally:
-                self._order.release()
-
-    async def _leave_wire(self) -> None:
-        async with self._beginning:
-            await super()._leave_wire()
-
-
-class Sending(PipelinedConnection):
+class Sending(SocketConnection):
     """Implements the sender's half of `kv_transfer.transport.Connection`."""
 
     def __init__(self, connection_id: str, wire: PageSocket) -> None:
         super().__init__(connection_id, wire, asyncio.to_thread)
+        self._places = asyncio.Semaphore(WINDOW)
+        self._naming = asyncio.Lock()
         self._num_named = 0  # frames
 
     @property
@@ -238,7 +207,15 @@ class Sending(PipelinedConnection):
         return MAX_CHUNK_BYTES
 
     async def send(self, page_ids: Sequence[int], seconds: float) -> None:
-        await self._operate(partial(self._name, page_ids), self._await_read, seconds)
+        # Each `async with` takes turns in the order of the calls.
+        with self._breaking():
+            async with self._places:
+                async with self._naming, asyncio.timeout(seconds):
+                    self._check_healthy()
+                    frame = await self._name(page_ids)
+                async with self._order, asyncio.timeout(seconds):
+                    self._check_healthy()
+                    await self._await_read(frame)
 
     async def receive(self, page_ids: Sequence[int], seconds: float) -> None:
         raise AssertionError("a sender receives nothing")
@@ -251,13 +228,32 @@ class Sending(PipelinedConnection):
         return frame
 
     async def _await_read(self, frame: int) -> None:
-        (read,) = _READ.unpack(await self._wire.receive(_READ.size))
-        if read != frame:
-            raise ConnectionBroken(f"frame {read} was read, expected {frame}")
+        while self._num_done <= frame:
+            (read,) = _READ.unpack(await self._wire.receive(_READ.size))
+            if not self._num_done <= read < self._num_named:
+                raise ConnectionBroken(
+                    f"frame {read} was read, expected {self._num_done} to {self._num_named - 1}"
+                )
+            self._num_done = read + 1
+
+    async def _leave_wire(self) -> None:
+        async with self._naming:
+            await super()._leave_wire()
 
 
-class Receiving(PipelinedConnection):
-    """Implements the receiver's half of `kv_transfer.transport.Connection`."""
+class _Copy(NamedTuple):
+    """What a frame and the receive that it met ask for."""
+
+    source_ids: tuple[int, ...]
+    target_ids: Sequence[int]
+    copied: asyncio.Future[None]  # and the sender told
+
+
+class Receiving(SocketConnection):
+    """Implements the receiver's half of `kv_transfer.transport.Connection`.
+
+    Frames and receives meet in order. What has met waits for one of the calls that copy.
+    """
 
     def __init__(
         self,
@@ -266,35 +262,85 @@ class Receiving(PipelinedConnection):
         threads: ThreadPoolExecutor,
         pages: PeerPages,
         num_pages: int,
+        page_bytes: int,
     ) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(connection_id, wire, partial(loop.run_in_executor, threads))
         self._threads = threads
         self._pages = pages
         self._num_pages = num_pages  # of the sender
-        # As many as the sender names before the first of them is read.
-        self._frames: asyncio.Queue[tuple[int, ...] | ConnectionBroken]
-        self._frames = asyncio.Queue(IN_PROGRESS)
+        self._page_bytes = page_bytes
+        self._frames: deque[tuple[int, ...]] = deque()  # source pages
+        self._posted: deque[tuple[Sequence[int], asyncio.Future[None]]] = deque()  # target pages
+        self._met: deque[_Copy] = deque()
+        self._unread: set[asyncio.Future[None]] = set()  # of all receives that have not ended
+        self._telling = asyncio.Lock()  # copies take it in their order
         self._reading = loop.create_task(self._read())
 
     async def send(self, page_ids: Sequence[int], seconds: float) -> None:
         raise AssertionError("a receiver sends nothing")
 
     async def receive(self, page_ids: Sequence[int], seconds: float) -> None:
-        await self._operate(partial(self._copy, page_ids), self._answer, seconds)
+        with self._breaking():
+            self._check_healthy()
+            copied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            copied.add_done_callback(mark_seen)  # a caller that has left reads no error
+            self._unread.add(copied)
+            copied.add_done_callback(self._unread.discard)
+            self._posted.append((page_ids, copied))
+            self._copy_what_met()
+            try:
+                async with self._order, asyncio.timeout(seconds):
+                    await copied
+            except BaseException:
+                self._end(ConnectionBroken("a receive before this one failed"))
+                raise
 
-    async def _copy(self, page_ids: Sequence[int]) -> Awaitable[None]:
-        """Begin the copy that the next frame asks for; return what ends with it."""
-        source_ids = await self._frames.get()
-        if isinstance(source_ids, ConnectionBroken):
-            raise source_ids
-        if len(source_ids) != len(page_ids):
-            raise ConnectionBroken(f"{len(source_ids)} pages arrive, expected {len(page_ids)}")
-        return self._touch(partial(self._pages.copy, source_ids, page_ids))
+    def _copy_what_met(self) -> None:
+        if self._is_broken:
+            return
+        while self._frames and self._posted:
+            self._met.append(_Copy(self._frames.popleft(), *self._posted.popleft()))
+        while self._met and len(self._copies) < MAX_COPYING:
+            joined = take_joined(self._met, lambda each: len(each.source_ids), self._page_bytes)
+            copying = asyncio.get_running_loop().create_task(self._copy(joined))
+            self._copies.add(copying)
+            copying.add_done_callback(self._copied)
 
-    async def _answer(self, copied: Awaitable[None]) -> None:
-        await copied
-        await self._wire.send(_READ.pack(self._num_done))
+    def _copied(self, copying: asyncio.Task[None]) -> None:
+        self._copies.discard(copying)
+        self._copy_what_met()
+
+    async def _copy(self, joined: Sequence[_Copy]) -> None:
+        """Copy pages in one call, and tell the sender and those who wait; never cancelled."""
+        try:
+            for each in joined:
+                found, allowed = len(each.source_ids), len(each.target_ids)
+                if found != allowed:
+                    raise ConnectionBroken(f"{found} pages arrive, expected {allowed}")
+            source_ids = [page_id for each in joined for page_id in each.source_ids]
+            target_ids = [page_id for each in joined for page_id in each.target_ids]
+            copy = self._run_blocking(partial(self._pages.copy, source_ids, target_ids))
+            async with self._telling:
+                await copy
+                self._num_done += len(joined)
+                await self._wire.send(_READ.pack(self._num_done - 1))
+        except Exception as error:
+            self._end(error)
+            return
+        for each in joined:
+            if not each.copied.done():
+                each.copied.set_result(None)
+
+    def _end(self, error: Exception) -> None:
+        """Fail all receives and begin no copy any more: what is named may be gone.
+
+        Copies that have begun go on; an abort waits for them.
+        """
+        self._is_broken = True
+        for copied in tuple(self._unread):
+            if not copied.done():
+                copied.set_exception(error)
 
     async def _stop(self) -> None:
         await super()._stop()
@@ -315,19 +361,19 @@ class Receiving(PipelinedConnection):
         num_frames = 0
         try:
             while True:
-                self._frames.put_nowait(await self._next_frame(num_frames))
+                frame = await self._next_frame(num_frames)
                 num_frames += 1
-        except asyncio.QueueFull:
-            ending = ConnectionBroken("a third frame arrived before the first one was read")
+                if num_frames - self._num_done > WINDOW:
+                    raise ConnectionBroken(f"more than {WINDOW} frames arrived, and none is read")
+                self._frames.append(frame)
+                self._copy_what_met()
         except ConnectionBroken as error:
             ending = error
         except OSError as error:
             ending = ConnectionBroken(str(error))
         finally:
             self._begin_abort()
-        while not self._frames.empty():
-            self._frames.get_nowait()  # what they name may not be there any more
-        self._frames.put_nowait(ending)
+        self._end(ending)
 
     async def _next_frame(self, number: int) -> tuple[int, ...]:
         magic, frame, count = _FRAME.unpack(await self._wire.receive(_FRAME.size))

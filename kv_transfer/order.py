@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kv_transfer.errors import ConnectionBroken
 from kv_transfer.transport import Connection
 
-WINDOW = 8  # chunks that a receiver asks for at a time; hides the round trips between them
+WINDOW = 32  # chunks that a receiver asks for at a time; small ones move together
 
 
 @dataclass(slots=True)

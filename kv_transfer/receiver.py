@@ -12,7 +12,8 @@ from functools import partial
 
 from kv_cache.page_storage import PageStorage
 from kv_transfer.deadlines import TransferDeadlines, Wait, WaitKind
-from kv_transfer.driver import Driver, RunBlocking, TransferStats
+from kv_transfer.driver import Driver, TransferStats
+from kv_transfer.joining import JoinedDigests
 from kv_transfer.messages import ReceiverMessage, Ticket
 from kv_transfer.order import Incoming
 from kv_transfer.protocol import (
@@ -47,7 +48,7 @@ class Receiver:
         incoming: The connection, shared by all its receivers.
         send: Sends a message to the sender over the Prefill stream, unless that is closed.
         on_commit: Called in order with n when the first n pages of the sequence are verified.
-        run_blocking: Runs digests; see driver.RunBlocking.
+        digests: Those of the storage, for all transfers of the worker.
 
     Attributes:
         driver: Takes the sender's messages, cancels, and knows when nothing can write any more.
@@ -65,7 +66,7 @@ class Receiver:
         send: Callable[[ReceiverMessage], None],
         on_commit: Callable[[int], None],
         deadlines: TransferDeadlines,
-        run_blocking: RunBlocking = asyncio.to_thread,
+        digests: JoinedDigests,
     ) -> None:
         self._page_ids = tuple(page_ids)
         self._storage = storage
@@ -73,7 +74,7 @@ class Receiver:
         self._send = send
         self._on_commit = on_commit
         self._deadlines = deadlines
-        self._run_blocking = run_blocking
+        self._digests = digests
         self._slots: dict[int, Callable[[], None]] = {}  # chunk |-> called with its slot
         self._slot_bytes: dict[int, int] = {}  # chunk that has a slot |-> its size
         self.stats = TransferStats()
@@ -164,8 +165,7 @@ class Receiver:
 
     async def _digest(self, action: DigestPages) -> None:
         page_ids = self._page_ids[action.first_page : action.first_page + action.num_pages]
-        digests = await self._run_blocking(lambda: self._storage.digest_pages(page_ids))
-        self.driver.post(PagesDigested(action.chunk, tuple(digests)))
+        self.driver.post(PagesDigested(action.chunk, await self._digests.of(page_ids)))
 
     async def _abort(self) -> None:
         await self._incoming.abort()

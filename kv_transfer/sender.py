@@ -5,13 +5,13 @@ pages, posts the attempt's messages of the Prefill stream to `driver`, and await
 unchanged until `on_ack` named them, or until `driver.wait_quiescent` returned after a failure.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kv_cache.page_storage import PageStorage
 from kv_transfer.deadlines import TransferDeadlines, Wait, WaitKind
-from kv_transfer.driver import Driver, RunBlocking, TransferStats
+from kv_transfer.driver import Driver, TransferStats
+from kv_transfer.joining import JoinedDigests
 from kv_transfer.messages import ChunkPosted, SenderMessage, Ticket
 from kv_transfer.order import Outgoing
 from kv_transfer.protocol import (
@@ -44,7 +44,7 @@ class Sender:
         outgoing: The connection, shared by all its senders.
         send: Sends a message to the receiver over the Prefill stream, unless that is closed.
         on_ack: Called in order with (first_page, num_pages) when the receiver has committed them.
-        run_blocking: Runs digests; see driver.RunBlocking.
+        digests: Those of the storage, for all transfers of the worker.
 
     Attributes:
         driver: Takes the receiver's messages, cancels, and knows when nothing can read any more.
@@ -60,14 +60,14 @@ class Sender:
         send: Callable[[SenderMessage], None],
         on_ack: Callable[[int, int], None],
         deadlines: TransferDeadlines,
-        run_blocking: RunBlocking = asyncio.to_thread,
+        digests: JoinedDigests,
     ) -> None:
         self._storage = storage
         self._outgoing = outgoing
         self._send = send
         self._on_ack = on_ack
         self._deadlines = deadlines
-        self._run_blocking = run_blocking
+        self._digests = digests
         self._page_ids: list[tuple[int, ...]] = []  # chunk |-> ids of its pages
         self._orders: dict[int, int] = {}  # chunk that was posted just now |-> number of the send
         self.stats = TransferStats()
@@ -146,9 +146,8 @@ class Sender:
         self.driver.post(SendDone(chunk))
 
     async def _digest(self, chunk: int) -> None:
-        page_ids = self._page_ids[chunk]
-        digests = await self._run_blocking(lambda: self._storage.digest_pages(page_ids))
-        self.driver.post(PagesDigested(chunk, tuple(digests)))
+        digests = await self._digests.of(self._page_ids[chunk])
+        self.driver.post(PagesDigested(chunk, digests))
 
     async def _abort(self) -> None:
         await self._outgoing.connection.abort()

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from kv_cache.page_storage import PageStorage
 from kv_transfer.deadlines import TransferDeadlines
-from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken, TransferAborted, TransferError
+from kv_transfer.joining import JoinedDigests
 from kv_transfer.messages import ReceiverMessage
 from kv_transfer.order import Outgoing
 from kv_transfer.protocol import Cancelled
@@ -52,7 +52,7 @@ class Attempt:
         outgoing: Outgoing,
         tell: Callable[[PrefillMessage], None],
         deadlines: TransferDeadlines,
-        run_blocking: RunBlocking,
+        digests: JoinedDigests,
         on_change: Callable[[], None],
     ) -> None:
         self.prompt = start.prompt
@@ -69,7 +69,7 @@ class Attempt:
             send=tell,
             on_ack=self._acknowledged,
             deadlines=deadlines,
-            run_blocking=run_blocking,
+            digests=digests,
         )
 
     def start(self) -> None:

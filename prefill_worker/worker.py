@@ -12,6 +12,7 @@ from grammars.errors import GrammarError
 from kv_transfer.connections import AcceptedConnections
 from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken, TransferError, TransportRefused
+from kv_transfer.joining import JoinedDigests
 from kv_transfer.users import Users
 from observability.logs import fields
 from prefill_worker.admission import check_prompt
@@ -64,7 +65,7 @@ class PrefillWorker:
         )
         self._context = context
         self._config = config
-        self._run_blocking = run_blocking
+        self._digests = JoinedDigests(context.storage, run_blocking=run_blocking)
         self._grammar_threads = GrammarThreads(run_blocking, context.tasks)
         self._accepted = AcceptedConnections(
             context.transports,
@@ -187,7 +188,7 @@ class PrefillWorker:
             outgoing=accepted.outgoing,
             tell=tell,
             deadlines=self._config.transfer_deadlines,
-            run_blocking=self._run_blocking,
+            digests=self._digests,
             on_change=self._context.wake.set,
         )
         self._attempts[start.prompt] = attempt

@@ -11,6 +11,7 @@ from kv_transfer.connections import AcceptedConnections, ConnectCall, Connection
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.driver import TransferStats
 from kv_transfer.errors import DigestMismatch
+from kv_transfer.joining import JoinedDigests
 from kv_transfer.messages import Ticket
 from kv_transfer.order import Incoming, Outgoing
 from kv_transfer.receiver import Receiver
@@ -158,7 +159,7 @@ class Attempt:
             send=self.to_sender.send,
             on_commit=self.committed.append,
             deadlines=deadlines,
-            run_blocking=run_digests,
+            digests=JoinedDigests(workers.target, run_blocking=run_digests),
         )
         self.sender = Sender(
             ticket=ticket,
@@ -167,7 +168,7 @@ class Attempt:
             send=self.to_receiver.send,
             on_ack=lambda first, num: self.acked.append((first, num)),
             deadlines=deadlines,
-            run_blocking=run_digests,
+            digests=JoinedDigests(workers.source, run_blocking=run_digests),
         )
         self.to_receiver.deliver = self.receiver.driver.post
         self.to_sender.deliver = self.sender.driver.post

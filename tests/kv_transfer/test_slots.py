@@ -8,6 +8,7 @@ import pytest
 
 import kv_transfer.receiver
 from kv_transfer.deadlines import TransferDeadlines
+from kv_transfer.joining import JoinedDigests
 from kv_transfer.messages import Abort, ChunkReady, Granted, Ticket
 from kv_transfer.order import WINDOW, Incoming, Slots
 from kv_transfer.receiver import Receiver
@@ -37,6 +38,7 @@ def waiting_receiver(incoming: Incoming) -> Receiver:
         send=lambda message: None,
         on_commit=lambda num_pages: None,
         deadlines=TransferDeadlines(),
+        digests=JoinedDigests(storage),
     )
     receiver.driver.post(Granted(TICKET))
     receiver.driver.post(ChunkReady(TICKET, 0, 0, 1, True))
