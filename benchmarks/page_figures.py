@@ -31,12 +31,16 @@ from benchmarks.tables import (
     RESULTS,
     ROOT,
     SERVED_STEPS_RESULT,
+    STARTS_RESULT,
+    STEP_FIGURES,
     gateway_rows,
     headline_rows,
     mix_rows,
     profile_parts,
     replays_in_time,
     served_step_rows,
+    start_parts,
+    start_rows,
 )
 from benchmarks.targets import (
     AGGREGATED_FILE,
@@ -135,15 +139,43 @@ def step_profile() -> str:
 
 
 def served_steps() -> str:
-    """Steps of a worker that serves, and of its engine alone."""
+    """Steps of a worker that serves, beside those of its engine alone."""
     content = _content(SERVED_STEPS_RESULT)
-    where = f"{in_short(content['hardware'])}, Llama-3-8B's shape, commit {content['commit'][:8]}."
+    where = f"{in_short(content['hardware'])}, Llama-3-8B's shape, commit {content['commit'][:8]}"
+    figures = [
+        (what, workers, place)
+        for place, workers in enumerate(("0 + 1", "1 + 1"))
+        for what in ("ms", "busy_ms")
+    ]
+    return dot_chart.draw(
+        dot_chart.DotChart(
+            title="A step of decode of a worker that serves, by that of its engine alone",
+            unit=f"% of a step of the engine alone; {where}",
+            series=tuple(f"{workers}, {STEP_FIGURES[what]}" for what, workers, _ in figures),
+            cases=tuple(
+                dot_chart.Case(
+                    name=case,
+                    values=tuple((100 * rows[place][what] / alone,) for what, _, place in figures),
+                )
+                for case, alone, rows in served_step_rows()
+            ),
+            line_at=100.0,
+        )
+    )
+
+
+def starts() -> str:
+    """Where the time of a start goes."""
+    _, hardware = _rows_and_hardware([STARTS_RESULT])
+    rows = {name: start_parts(row) for name, row in start_rows().items()}
+    parts = dict.fromkeys(part for row in rows.values() for part in row)
     return draw(
         bars(
-            "A step of decode of a worker that serves, and of its engine alone (shorter is better)",
-            (where, "Streams of 1,024 tokens; no prefill worker."),
-            [(f"{streams} streams", each[:3]) for streams, each in served_step_rows()],
-            series=(("engine alone", ORANGE), ("client", BLUE), ("on the device", LIGHT_BLUE)),
+            "Parts of a start of 1 + 1 workers, by the worker that is ready last",
+            (hardware, "From the launch until the router is ready (shorter is better)."),
+            [(part, [row[part] for row in rows.values()]) for part in parts],
+            series=tuple(zip(rows, COLORS, strict=False)),
+            unit="s",
         )
     )
 
@@ -418,6 +450,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "engine-step": engine_step,
     "step-profile": step_profile,
     "served-steps": served_steps,
+    "starts": starts,
     "served-moves": served_moves,
     "first-token-parts": first_token_parts,
     "engine-time": engine_time,

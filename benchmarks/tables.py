@@ -36,6 +36,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
 PROFILE_RESULT = "step-profile-llama-3-8b-h200.json"
 SERVED_STEPS_RESULT = "served-steps-h200.json"
+ENGINE_STEPS_RESULT = "engine-step-decode-h200.json"  # of the engine alone on that host
+# The mean of what lies between steps would count how long a worker with one stream has none.
+STEP_FIGURES = {"ms": "client", "busy_ms": "device", "between_ms_p50": "between"}
+STARTS_RESULT = "serving-starts-h200.json"
 ABLATION_RESULTS = tuple(
     f"ablation{run}.json"
     for run in ("-h100-x2", "-delta-h100-x2", "-none-h100-x2", "-none-h100-x4")
@@ -246,18 +250,62 @@ def replays_in_time() -> Iterator[tuple[Row, list[float]]]:
         yield pools, [row["in_time_per_s"] for row in rows]
 
 
-def served_step_rows() -> Iterator[tuple[str, list[float]]]:
-    """Yield numbers of streams, and a step's ms alone, at the client, on the device and between."""
-    alone = _rows_of("engine-step-decode-h200.json")
-    for case, row in _rows_of(SERVED_STEPS_RESULT).items():
-        served = [row[name] for name in ("ms", "busy_ms", "between_ms")]
-        yield str(row["streams"]), [alone[f"decode/{case}"]["ms"], *served]
+def served_step_rows() -> Iterator[tuple[str, float, tuple[Row, Row]]]:
+    """Yield cases, the ms of a step alone, and their rows without and beside a prefill worker."""
+    alone, served = _rows_of(ENGINE_STEPS_RESULT), _rows_of(SERVED_STEPS_RESULT)
+    for case, row in served.items():
+        if not case.startswith("pools/"):
+            name = case if "/" in case else f"decode/{case}"
+            yield name, alone[name]["ms"], (row, served[f"pools/{case}"])
 
 
 def served_steps() -> str:
     """Steps at the client, on the device of the worker, and of an engine alone on that host."""
-    heads = ("streams", "engine alone, ms", "client, ms", "on the device, ms", "between steps, ms")
-    return table(heads, ((streams, *map(_ms, row)) for streams, row in served_step_rows()))
+    columns = [
+        f"{workers}, {what}, ms" for workers in ("0 + 1", "1 + 1") for what in STEP_FIGURES.values()
+    ]
+    return table(
+        ("case", "engine alone, ms", *columns),
+        (
+            (f"`{case}`", _ms(alone), *(_ms(row[name]) for row in rows for name in STEP_FIGURES))
+            for case, alone, rows in served_step_rows()
+        ),
+    )
+
+
+def start_rows() -> dict[str, Row]:
+    """Return starts of a cluster: new, cold or warm |-> what was measured."""
+    prefix = "ready/"
+    return {
+        case.removeprefix(prefix): row
+        for case, row in _rows_of(STARTS_RESULT).items()
+        if case.startswith(prefix)
+    }
+
+
+def start_parts(row: Row) -> dict[str, float]:
+    """Return the parts of a start, s, by their names in words."""
+    return {name.replace("_", " "): seconds for name, seconds in row["parts_s"].items()}
+
+
+def starts() -> str:
+    """Where the time of a start goes, by the worker that is ready last."""
+    rows = {f"`ready/{name}`": row for name, row in start_rows().items()}
+    parts = {case: start_parts(row) for case, row in rows.items()}
+    names = list(dict.fromkeys(name for each in parts.values() for name in each))
+    return table(
+        ("case", "last worker", *(f"{name}, s" for name in names), "sum, s"),
+        (
+            (
+                case,
+                row["last_worker"],
+                *(_ms(parts[case][name]) for name in names),
+                _ms(fsum(parts[case].values())),
+            )
+            for case, row in rows.items()
+        ),
+        num_text=2,
+    )
 
 
 def ablation() -> str:
@@ -516,6 +564,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pools": pools,
     "replay": replay,
     "served-steps": served_steps,
+    "starts": starts,
     "ablation": ablation,
     "transfers": transfers,
     "served-moves": served_moves,
