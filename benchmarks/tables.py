@@ -37,7 +37,7 @@ PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
 PROFILE_RESULT = "step-profile-llama-3-8b-h200.json"
 SERVED_STEPS_RESULT = "served-steps-h200.json"
 ENGINE_STEPS_RESULT = "engine-step-decode-h200.json"  # of the engine alone on that host
-# The mean of what lies between steps would count how long a worker with one stream has none.
+# Of what lies between steps the mean would count the time between two requests of one stream.
 STEP_FIGURES = {"ms": "client", "busy_ms": "device", "between_ms_p50": "between"}
 STARTS_RESULT = "serving-starts-h200.json"
 ABLATION_RESULTS = tuple(
