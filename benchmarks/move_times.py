@@ -1,4 +1,7 @@
-"""Times each chunk that a decode worker reads from another GPU of its host; see served_moves."""
+"""Times each chunk that a decode worker reads from another GPU of its host; see served_moves.
+
+Of chunks that are copied in one call, the first has its times; the others take none.
+"""
 
 import json
 import os
@@ -6,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,8 @@ def time_moves(folder: Path) -> None:
     from kv_transfer.receiver import Receiver
 
     file = (folder / f"{os.getpid()}.moves").open("w", encoding="utf-8", buffering=1)
-    copied: deque[MoveTimes] = deque()  # by either thread, in the order of the receives
+    # Calls and how many of their pages are not received yet; in the order of the receives.
+    copied: deque[tuple[MoveTimes, int]] = deque()
     mine = threading.local()
     copy, launch, receive = CudaPeerPages.copy, CudaPeerPages._copy_by_engine, Receiver._receive
 
@@ -41,7 +45,7 @@ def time_moves(folder: Path) -> None:
         copy(self, source_ids, target_ids)
         mine.times.copied_s = time.perf_counter()
         mine.times.device_ms = between_ms(*mine.marks)
-        copied.append(mine.times)
+        copied.append((mine.times, len(source_ids)))
 
     def launch_timed(self: Any, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         begun = mark()
@@ -55,7 +59,11 @@ def time_moves(folder: Path) -> None:
         received_s = time.perf_counter()
         if not copied:
             return  # it failed, or came another way
-        times = copied.popleft()
+        call, num_left = copied.popleft()
+        times = replace(call)
+        if num_left > post.num_pages:
+            rest = replace(call, begun_s=call.copied_s, launched_s=call.copied_s, device_ms=0.0)
+            copied.appendleft((rest, num_left - post.num_pages))
         times.posted_s, times.received_s = posted_s, received_s
         times.num_bytes = post.num_pages * self._storage.page_bytes
         file.write(json.dumps(asdict(times)) + "\n")

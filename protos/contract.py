@@ -7,7 +7,7 @@
 # version, too). A field that the other side may ignore needs no new version. Clients are not
 # affected: their contract, protos/inference.proto, stays compatible. The changelog names each new
 # version.
-CONTRACT_VERSION = 5
+CONTRACT_VERSION = 6
 
 
 def own_contract() -> int:

@@ -71,8 +71,8 @@ def test_each_chunk_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     async def receive(receiver: Any, post: Any) -> None:
         nonlocal now
         now += 4.0
-        if post.num_pages:
-            CudaPeerPages.copy(object.__new__(CudaPeerPages), [1], [2])
+        if post.num_copied:
+            CudaPeerPages.copy(object.__new__(CudaPeerPages), [1, 2, 3], [4, 5, 6])
         now += 8.0
 
     monkeypatch.setattr(CudaPeerPages, "copy", copy)
@@ -86,17 +86,28 @@ def test_each_chunk_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     receiver: Any = object.__new__(Receiver)
     receiver._storage = SimpleNamespace(page_bytes=100)
 
-    for num_pages in (3, 0):  # the second one fails before its copies
-        asyncio.run(receiver._receive(SimpleNamespace(num_pages=num_pages)))
+    # The second one's page is copied with the first ones; the third one fails before its copies.
+    for num_pages, num_copied in ((2, 3), (1, 0), (3, 0)):
+        post = SimpleNamespace(num_pages=num_pages, num_copied=num_copied)
+        asyncio.run(receiver._receive(post))
 
     (path,) = tmp_path.iterdir()
-    (line,) = path.read_text().splitlines()
-    assert MoveTimes(**json.loads(line)) == MoveTimes(
-        num_bytes=300,
+    first, second = (MoveTimes(**json.loads(line)) for line in path.read_text().splitlines())
+    assert first == MoveTimes(
+        num_bytes=200,
         posted_s=0.0,
         begun_s=4.0,
         launched_s=4.25,
         copied_s=6.25,
         received_s=14.25,
         device_ms=250.0,
+    )
+    assert second == MoveTimes(
+        num_bytes=100,
+        posted_s=14.25,
+        begun_s=6.25,
+        launched_s=6.25,
+        copied_s=6.25,
+        received_s=26.25,
+        device_ms=0.0,
     )
