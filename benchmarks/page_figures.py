@@ -31,7 +31,6 @@ from benchmarks.tables import (
     RESULTS,
     ROOT,
     SERVED_STEPS_RESULT,
-    STARTS_RESULT,
     STEP_FIGURES,
     gateway_rows,
     headline_rows,
@@ -47,6 +46,7 @@ from benchmarks.targets import (
     LIMITED_FILE,
     POOLS_FILE,
     SERVING_FILE,
+    STARTS_FILE,
     other_outcomes,
     serving_outcomes,
 )
@@ -166,7 +166,7 @@ def served_steps() -> str:
 
 def starts() -> str:
     """Where the time of a start goes."""
-    _, hardware = _rows_and_hardware([STARTS_RESULT])
+    _, hardware = _rows_and_hardware([STARTS_FILE])
     rows = {name: start_parts(row) for name, row in start_rows().items()}
     parts = dict.fromkeys(part for row in rows.values() for part in row)
     return draw(

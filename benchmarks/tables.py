@@ -25,6 +25,7 @@ from benchmarks.targets import (
     POOLS_FILE,
     SERVING_FILE,
     SERVING_MS,
+    STARTS_FILE,
     UNLIMITED_FILE,
     other_outcomes,
     serving_outcomes,
@@ -39,7 +40,6 @@ SERVED_STEPS_RESULT = "served-steps-h200.json"
 ENGINE_STEPS_RESULT = "engine-step-decode-h200.json"  # of the engine alone on that host
 # Of what lies between steps the mean would count the time between two requests of one stream.
 STEP_FIGURES = {"ms": "client", "busy_ms": "device", "between_ms_p50": "between"}
-STARTS_RESULT = "serving-starts-h200.json"
 ABLATION_RESULTS = tuple(
     f"ablation{run}.json"
     for run in ("-h100-x2", "-delta-h100-x2", "-none-h100-x2", "-none-h100-x4")
@@ -278,7 +278,7 @@ def start_rows() -> dict[str, Row]:
     prefix = "ready/"
     return {
         case.removeprefix(prefix): row
-        for case, row in _rows_of(STARTS_RESULT).items()
+        for case, row in _rows_of(STARTS_FILE).items()
         if case.startswith(prefix)
     }
 

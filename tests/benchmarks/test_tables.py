@@ -89,7 +89,7 @@ def x_of(path: str) -> float:
 def test_a_start_shows_its_last_worker_all_parts_and_their_sum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    replace_results(monkeypatch, STARTS_RESULT=STARTS)
+    replace_results(monkeypatch, STARTS_FILE=STARTS)
 
     heads, _, *rows = tables.starts().splitlines()
 
@@ -103,7 +103,7 @@ def test_a_start_shows_its_last_worker_all_parts_and_their_sum(
 def test_each_part_of_a_start_is_drawn_once_for_each_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    replace_results(monkeypatch, STARTS_RESULT=STARTS)
+    replace_results(monkeypatch, STARTS_FILE=STARTS)
 
     root = ElementTree.fromstring(page_figures.starts())
 
