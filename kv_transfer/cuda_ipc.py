@@ -293,7 +293,7 @@ class Receiving(SocketConnection):
                 async with self._order, asyncio.timeout(seconds):
                     await copied
             except BaseException:
-                self._end(ConnectionBroken("a receive before this one failed"))
+                self._end(ConnectionBroken("another receive failed"))
                 raise
 
     def _copy_what_met(self) -> None:
@@ -314,6 +314,7 @@ class Receiving(SocketConnection):
     async def _copy(self, joined: Sequence[_Copy]) -> None:
         """Copy pages in one call, and tell the sender and those who wait; never cancelled."""
         try:
+            self._check_healthy()
             for each in joined:
                 found, allowed = len(each.source_ids), len(each.target_ids)
                 if found != allowed:
@@ -323,11 +324,15 @@ class Receiving(SocketConnection):
             copy = self._run_blocking(partial(self._pages.copy, source_ids, target_ids))
             async with self._telling:
                 await copy
+                self._check_healthy()  # or the number would count the pages of a copy that failed
                 self._num_done += len(joined)
                 await self._wire.send(_READ.pack(self._num_done - 1))
         except Exception as error:
             self._end(error)
             return
+        except BaseException as error:
+            self._end(ConnectionBroken(f"a copy ended with {type(error).__name__}"))
+            raise
         for each in joined:
             if not each.copied.done():
                 each.copied.set_result(None)
@@ -367,13 +372,10 @@ class Receiving(SocketConnection):
                     raise ConnectionBroken(f"more than {WINDOW} frames arrived, and none is read")
                 self._frames.append(frame)
                 self._copy_what_met()
-        except ConnectionBroken as error:
-            ending = error
-        except OSError as error:
-            ending = ConnectionBroken(str(error))
+        except Exception as error:
+            self._end(error)
         finally:
             self._begin_abort()
-        self._end(ending)
 
     async def _next_frame(self, number: int) -> tuple[int, ...]:
         magic, frame, count = _FRAME.unpack(await self._wire.receive(_FRAME.size))

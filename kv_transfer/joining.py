@@ -3,10 +3,12 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from kv_cache.page_storage import PageStorage
 from kv_transfer.driver import RunBlocking
+from pagewire.protos.call_tasks import is_own_cancellation
 
 T = TypeVar("T")
 
@@ -74,15 +76,22 @@ class JoinedDigests:
     async def _compute_some(self, some: Sequence[_Asked]) -> None:
         page_ids = [page_id for each in some for page_id in each.page_ids]
         try:
-            digests = iter(await self._run_blocking(lambda: self._storage.digest_pages(page_ids)))
-        except Exception as error:
+            digests = await self._run_blocking(lambda: self._storage.digest_pages(page_ids))
+            if len(digests) != len(page_ids):
+                raise AssertionError(
+                    f"digests: found {len(digests)}; allowed: {len(page_ids)}, one for each page"
+                )
+        except BaseException as error:
+            if is_own_cancellation():
+                raise
             if len(some) > 1:  # a bug of one of them must not end the others
                 for each in some:
                     await self._compute_some([each])
             elif not some[0].digests.done():
                 some[0].digests.set_exception(error)
             return
+        remaining = iter(digests)
         for each in some:
-            found = tuple(next(digests) for _ in each.page_ids)
+            found = tuple(islice(remaining, len(each.page_ids)))
             if not each.digests.done():  # whoever asked may have left
                 each.digests.set_result(found)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from kv_cache.page_storage import PageBytes
 from kv_transfer import cuda_ipc_memory
 from kv_transfer.cuda_ipc import CudaIpcTransport, Receiving, Sending
 from kv_transfer.cuda_ipc_memory import runs_of_pages
@@ -497,6 +498,161 @@ def test_an_acknowledgement_of_other_pages_breaks_the_connection() -> None:
 
             with pytest.raises(ConnectionBroken, match="frame 1 was read, expected 0 to 0"):
                 await sending.send([1], 5.0)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [(1, "frame 1 was read, expected 2 to 2"), (3, "frame 3 was read, expected 2 to 2")],
+    ids=["again", "not named"],
+)
+def test_a_later_acknowledgement_of_other_pages_breaks_the_connection(
+    read: int, message: str
+) -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            sends = [asyncio.create_task(sending.send([page], 5.0)) for page in range(3)]
+            await until(lambda: len(receiving._frames) == 3)
+
+            await receiving._wire.send(struct.pack("!Q", 1))  # one number for two frames
+            await asyncio.gather(*sends[:2])
+            await receiving._wire.send(struct.pack("!Q", read))
+
+            with pytest.raises(ConnectionBroken, match=message):
+                await sends[2]
+
+    run(scenario)
+
+
+def test_nothing_is_acknowledged_behind_a_copy_that_failed() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            pages = pair.mapped
+            may_copy = [pages.hold(page) for page in range(2)]
+            sends, receives = post_both(receiving, sending, 4)
+            await until(lambda: len(pages.begun) == 2)
+            copy = pages.target.import_pages
+
+            def fail_first(page_ids: Sequence[int], contents: PageBytes) -> None:
+                if page_ids[0] == 32:
+                    raise RuntimeError("an illegal memory access was encountered")
+                copy(page_ids, contents)
+
+            pages.target.import_pages = fail_first  # type: ignore[method-assign]
+            for held in may_copy:
+                held.set()
+
+            for receive in receives:
+                with pytest.raises(ConnectionBroken, match="an illegal memory access"):
+                    await receive
+            await until(lambda: pages.ended == [1])
+            await asyncio.sleep(0.05)
+            assert not any(each.done() for each in sends), "a number covers what was not copied"
+            await receiving.abort()
+            for send in sends:
+                with pytest.raises(ConnectionBroken):
+                    await send
+            assert pages.begun == [0, 1]
+
+    run(scenario)
+
+
+class Panic(BaseException):
+    """What ends more than one call, as extension modules raise it."""
+
+
+def test_a_copy_that_ends_in_any_way_breaks_the_connection_at_once() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+
+            def fail(source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+                raise Panic
+
+            pair.mapped.copy = fail  # type: ignore[method-assign]
+            sends, receives = post_both(receiving, sending, 1)
+            receives += [asyncio.create_task(receiving.receive([40], 60.0)) for _ in range(3)]
+
+            ended, late = await asyncio.wait(receives, timeout=3)
+
+            assert not late, "a copy has ended, and its receive waits for the deadline"
+            for each in ended:
+                with pytest.raises(ConnectionBroken, match="a copy ended with Panic"):
+                    await each
+            await receiving.abort()
+            with pytest.raises(ConnectionBroken):
+                await sends[0]
+
+    run(scenario)
+
+
+def test_a_copy_that_is_due_when_the_connection_breaks_does_not_begin() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            sends = asyncio.create_task(sending.send([1], 5.0))
+            await until(lambda: receiving._frames)
+            receives = asyncio.create_task(receiving.receive([2], 5.0))
+
+            while not receiving._copies:
+                await asyncio.sleep(0)
+            await receiving.abort()
+
+            for each in (receives, sends):
+                with pytest.raises(ConnectionBroken):
+                    await each
+            assert pair.mapped.begun == []
+
+    run(scenario)
+
+
+def test_what_ends_the_reading_of_frames_ends_receives_at_once() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            posted = asyncio.create_task(receiving.receive([2], 60.0))
+            await asyncio.sleep(0)
+
+            def fail() -> None:
+                raise MemoryError("no room for a frame")
+
+            receiving._copy_what_met = fail  # type: ignore[method-assign]
+            sends = asyncio.create_task(sending.send([1], 5.0))
+
+            with pytest.raises(ConnectionBroken, match="MemoryError: no room for a frame"):
+                await asyncio.wait_for(posted, 3)
+            await until(pair.mapped.is_closed.is_set)
+            with pytest.raises(ConnectionBroken):
+                await sends
+
+    run(scenario)
+
+
+def test_the_end_of_the_event_loop_begins_no_copy() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            pages = pair.mapped
+            may_copy = [pages.hold(page) for page in range(2)]
+            sends, receives = post_both(receiving, sending, 6)
+            await until(lambda: len(pages.begun) == 2)
+
+            for copying in tuple(receiving._copies):
+                copying.cancel()  # as whoever ends the loop does to all its tasks
+            _, late = await asyncio.wait(receives, timeout=3)
+
+            assert not late
+            for held in may_copy:
+                held.set()
+            await until(lambda: len(pages.ended) == 2)
+            await receiving.abort()
+            assert pages.begun == [0, 1]
+            for each in (*sends, *receives):
+                with pytest.raises(ConnectionBroken):
+                    await each
 
     run(scenario)
 

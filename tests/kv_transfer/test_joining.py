@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import pytest
@@ -89,6 +89,45 @@ def test_an_error_is_told_to_whoever_asked_for_it_alone() -> None:
         assert right == tuple(storage.digest_pages([1]))
         with pytest.raises(AssertionError, match="out of range"):
             await digests.of([64])
+
+    run_virtual(scenario())
+
+
+class Panic(BaseException):
+    """What ends more than one call, as extension modules raise it."""
+
+
+@pytest.mark.parametrize("found", ["too few", "too many", "panic"])
+def test_a_fault_of_one_ends_none_that_was_asked_for_with_it_or_behind(found: str) -> None:
+    async def scenario() -> None:
+        storage, turns = make_storage(64, 1), Turns()
+        digest = storage.digest_pages
+
+        def spoiled(page_ids: Sequence[int]) -> list[bytes]:
+            digests = digest(page_ids)
+            if 7 not in page_ids:
+                return digests
+            if found == "panic":
+                raise Panic
+            return digests[:-1] if found == "too few" else [b"", *digests]
+
+        storage.digest_pages = spoiled  # type: ignore[method-assign]
+        digests = JoinedDigests(storage, run_blocking=turns)
+        wanted = [[1], [7, 2], [3, 4]]
+        asked = [asyncio.create_task(digests.of(pages)) for pages in wanted]
+        await asyncio.sleep(0.5)
+        behind = asyncio.create_task(digests.of([5]))
+
+        _, late = await asyncio.wait([*asked, behind], timeout=10)
+
+        assert not late, "digests are waited for that nobody computes"
+        for task, pages in zip([*asked, behind], [*wanted, [5]], strict=True):
+            if 7 in pages:
+                with pytest.raises(Panic if found == "panic" else AssertionError):
+                    await task
+            else:
+                assert await task == tuple(digest(pages))
+        assert await digests.of([6]) == tuple(digest([6]))
 
     run_virtual(scenario())
 
