@@ -107,8 +107,8 @@ class HostMemory:
 class Pair:
     """A sender and a receiver on one host."""
 
-    def __init__(self, tls: PageTls | None = None) -> None:
-        self.source, self.target = make_storage(64, 1), make_storage(64, 2)
+    def __init__(self, tls: PageTls | None = None, *, num_pages: int = 64) -> None:
+        self.source, self.target = make_storage(num_pages, 1), make_storage(num_pages, 2)
         cards: dict[bytes, FakePageStorage] = {}
         self.sender_memory = HostMemory(self.source, SOURCE_CARD, cards)
         self.receiver_memory = HostMemory(self.target, TARGET_CARD, cards)
@@ -135,8 +135,8 @@ class Pair:
 
 
 @asynccontextmanager
-async def a_pair(tls: PageTls | None = None) -> AsyncIterator[Pair]:
-    pair = Pair(tls)
+async def a_pair(tls: PageTls | None = None, *, num_pages: int = 64) -> AsyncIterator[Pair]:
+    pair = Pair(tls, num_pages=num_pages)
     try:
         yield pair
     finally:

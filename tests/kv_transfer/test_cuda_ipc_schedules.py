@@ -1,0 +1,261 @@
+"""Random schedules of a CUDA IPC connection, in which whoever may reuse a page does so at once.
+
+A send that succeeded overwrites its pages, a receive that succeeded and an abort that returned
+overwrite theirs: a copy that still reads or writes one of them is found.
+"""
+
+import asyncio
+import random
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from kv_transfer import joining
+from kv_transfer.cuda_ipc import MAX_COPYING, Receiving, Sending
+from kv_transfer.errors import ConnectionBroken
+from tests.kv_transfer.tcp_pair import run
+from tests.kv_transfer.test_cuda_ipc import HostPages, Pair, a_pair, ipc_threads
+from tests.support.waiting import until
+
+NUM_PAGES = 256
+REUSED, OWNED = 1, 2  # bytes of pages that have another owner: of the sender, of the receiver
+LONG_S, SHORT_S = 5.0, 0.01
+
+ENDS = [
+    "nothing",
+    "a send is cancelled",
+    "a receive is cancelled",
+    "a send is late",
+    "a receive is late",
+    "a copy fails",
+    "the receiver expects other pages",
+    "the sender aborts",
+    "the receiver aborts",
+    "the sender dies",
+]
+
+
+class WatchedPages(HostPages):
+    """Copies that a schedule holds: some before they read, some before they write."""
+
+    def __init__(self, pages: HostPages, seed: int) -> None:
+        super().__init__(pages.source, pages.target)
+        self.random = random.Random(seed)
+        self.is_holding = True
+        self.fails_on: int | None = None  # source page
+        self.waiting: list[threading.Event] = []
+        self.lock = threading.Lock()
+        self.reading: set[int] = set()
+        self.writing: set[int] = set()
+        self.copied: set[int] = set()  # source pages
+        self.num_copying = 0
+        self.wrong: list[str] = []
+
+    def copy(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+        with self.lock:
+            self.num_copying += 1
+            self.reading.update(source_ids)
+            self.writing.update(target_ids)
+            if self.num_copying > MAX_COPYING:
+                self.wrong.append(f"{self.num_copying} copies at a time")
+            if self.is_closed.is_set():
+                self.wrong.append("a copy began after the unmapping")
+        try:
+            self._hold()
+            contents = self.source.export_pages(source_ids)
+            self._hold()
+            if self.fails_on in source_ids:
+                raise RuntimeError("an illegal memory access was encountered")
+            self.target.import_pages(target_ids, contents)
+            self.copied.update(source_ids)
+        finally:
+            with self.lock:
+                self.num_copying -= 1
+                self.reading.difference_update(source_ids)
+                self.writing.difference_update(target_ids)
+
+    def close(self) -> None:
+        if self.num_copying:
+            self.wrong.append("unmapped under a copy")
+        super().close()
+
+    def release_one(self) -> None:
+        with self.lock:
+            if self.waiting:
+                self.waiting.pop(self.random.randrange(len(self.waiting))).set()
+
+    def release_all(self) -> None:
+        with self.lock:
+            self.is_holding = False
+            for each in self.waiting:
+                each.set()
+
+    def _hold(self) -> None:
+        with self.lock:
+            if not self.is_holding or self.random.random() < 0.3:
+                return
+            event = threading.Event()
+            self.waiting.append(event)
+        if not event.wait(10):
+            self.wrong.append("nobody released a copy")
+
+
+class Schedule:
+    """One connection, its operations and what ends it, in an order that a seed decides."""
+
+    def __init__(self, pair: Pair, sides: tuple[Receiving, Sending], end: str, seed: int) -> None:
+        self.pair, self.end = pair, end
+        self.receiving, self.sending = sides
+        self.random = random.Random(seed)
+        self.pages: WatchedPages = pair.receiver_memory.pages  # type: ignore[attr-defined]
+        sizes = [self.random.randint(1, 3) for _ in range(self.random.randint(3, 60))]
+        self.source_ids = self._chunks(sizes)
+        self.target_ids = self._chunks(sizes)
+        self.contents = [pair.source.export_pages(each) for each in self.source_ids]
+        self.victim = self.random.randrange(len(sizes))
+        self.sends: list[asyncio.Task[None]] = []
+        self.receives: list[asyncio.Task[None]] = []
+        self.aborts: list[asyncio.Task[None]] = []
+        self.owned: list[int] = []  # target pages that have their next owner
+
+    async def run(self) -> None:
+        num_posts = 2 * len(self.source_ids)
+        ends_at = self.random.randrange(num_posts)
+        for index in range(num_posts):
+            self.random.choice([self._post_send, self._post_receive])()
+            if index == ends_at:
+                await asyncio.sleep(
+                    0
+                )  # all that is posted has begun, as it has when drivers cancel
+                self._end()
+            for _ in range(self.random.randint(0, 3)):
+                await asyncio.sleep(0.0005 if self.random.random() < 0.1 else 0)
+            if self.random.random() < 0.3:
+                self.pages.release_one()
+        for _ in self.source_ids:
+            self._post_send()
+            self._post_receive()
+        await asyncio.sleep(3 * SHORT_S if "late" in self.end else 0.002)
+        self.pages.release_all()
+        operations = [*self.sends, *self.receives]
+        _, hanging = await asyncio.wait(operations, timeout=LONG_S / 2)
+        assert not hanging
+        await asyncio.gather(*self.aborts)
+
+        results = await asyncio.gather(*operations, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                assert self.end != "nothing", repr(result)
+                if not isinstance(result, (ConnectionBroken, asyncio.CancelledError)):
+                    raise result
+        await self._abort_receiver()
+        assert not self.pages.wrong
+        assert (self.pair.target.export_pages(self.owned) == OWNED).all(), "written after its end"
+
+    def _chunks(self, sizes: list[int]) -> list[list[int]]:
+        ids = self.random.sample(range(NUM_PAGES), sum(sizes))
+        return [[ids.pop() for _ in range(size)] for size in sizes]
+
+    def _post_send(self) -> None:
+        if (index := len(self.sends)) < len(self.source_ids):
+            self.sends.append(asyncio.create_task(self._send(index)))
+
+    def _post_receive(self) -> None:
+        if (index := len(self.receives)) < len(self.target_ids):
+            self.receives.append(asyncio.create_task(self._receive(index)))
+
+    def _end(self) -> None:
+        match self.end:
+            case "a send is cancelled":
+                if self.sends:
+                    self.random.choice(self.sends).cancel()
+            case "a receive is cancelled":
+                if self.receives:
+                    self.random.choice(self.receives).cancel()
+            case "a copy fails":
+                self.pages.fails_on = self.source_ids[self.victim][0]
+            case "the sender aborts":
+                self._begin(self.sending.abort())
+            case "the receiver aborts":
+                self._begin(self._abort_receiver())
+            case "the sender dies":
+                self.sending._wire.shut()
+
+    def _seconds(self, side: str, index: int) -> float:
+        return SHORT_S if self.end == f"a {side} is late" and index == self.victim else LONG_S
+
+    async def _send(self, index: int) -> None:
+        page_ids = self.source_ids[index]
+        try:
+            await self.sending.send(page_ids, self._seconds("send", index))
+        except BaseException:
+            self._begin(self.sending.abort())
+            raise
+        assert not self.pages.reading.intersection(page_ids), "reused while a copy reads it"
+        assert self.pages.copied.issuperset(page_ids), "acknowledged without a copy"
+        self.pair.source.slots[page_ids] = REUSED
+
+    async def _receive(self, index: int) -> None:
+        page_ids = self.target_ids[index]
+        is_wrong = self.end == "the receiver expects other pages" and index == self.victim
+        try:
+            await self.receiving.receive(page_ids[is_wrong:], self._seconds("receive", index))
+        except BaseException:
+            self._begin(self._abort_receiver())
+            raise
+        assert not is_wrong
+        assert (self.pair.target.export_pages(page_ids) == self.contents[index]).all()
+        self._own(page_ids)
+
+    def _begin(self, abort: Coroutine[Any, Any, None]) -> None:
+        self.aborts.append(asyncio.create_task(abort))
+
+    async def _abort_receiver(self) -> None:
+        await self.receiving.abort()
+        for page_ids in self.target_ids:
+            self._own(page_ids)
+
+    def _own(self, page_ids: list[int]) -> None:
+        assert not self.pages.writing.intersection(page_ids), "reused while a copy writes it"
+        self.pair.target.slots[page_ids] = OWNED
+        self.owned.extend(page_ids)
+
+
+def watch(pair: Pair, seed: int) -> None:
+    """Let the pages that the receiver maps be watched."""
+    memory = pair.receiver_memory
+    unwatched = memory.open
+
+    def open_watched(card: bytes, num_pages: int) -> HostPages:
+        memory.opened.append(WatchedPages(unwatched(card, num_pages), seed))
+        del memory.opened[-2]
+        memory.pages = memory.opened[-1]  # type: ignore[attr-defined]
+        return memory.opened[-1]
+
+    memory.open = open_watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_no_page_is_reused_under_a_copy(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(seed: int) -> None:
+        async with a_pair(num_pages=NUM_PAGES) as pair:
+            watch(pair, seed)
+            pages_at_once = random.Random(seed).choice([1, 8, NUM_PAGES])
+            limit = pages_at_once * pair.source.page_bytes
+            monkeypatch.setattr(joining, "JOINED_BYTES", limit)
+            num_tasks = len(asyncio.all_tasks())
+            sides = await pair.connect()
+            await Schedule(pair, sides, end, seed).run()
+            await sides[1].abort()
+            await until(lambda: len(asyncio.all_tasks()) <= num_tasks + 1)  # one listens
+            await until(lambda: not ipc_threads())
+            assert all(side._wire._socket.fileno() == -1 for side in sides), "a socket stayed"
+
+    for seed in range(12):
+        try:
+            run(lambda seed=seed: scenario(seed))  # type: ignore[misc]
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
