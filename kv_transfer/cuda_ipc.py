@@ -297,8 +297,6 @@ class Receiving(SocketConnection):
                 raise
 
     def _copy_what_met(self) -> None:
-        if self._is_broken:
-            return
         while self._frames and self._posted:
             self._met.append(_Copy(self._frames.popleft(), *self._posted.popleft()))
         while self._met and len(self._copies) < MAX_COPYING:
@@ -312,9 +310,12 @@ class Receiving(SocketConnection):
         self._copy_what_met()
 
     async def _copy(self, joined: Sequence[_Copy]) -> None:
-        """Copy pages in one call, and tell the sender and those who wait; never cancelled."""
+        """Copy pages in one call, and tell the sender and those who wait.
+
+        Only who ends the event loop cancels it.
+        """
         try:
-            self._check_healthy()
+            self._check_healthy()  # now: it may have broken since this task was made
             for each in joined:
                 found, allowed = len(each.source_ids), len(each.target_ids)
                 if found != allowed:
@@ -369,7 +370,9 @@ class Receiving(SocketConnection):
                 frame = await self._next_frame(num_frames)
                 num_frames += 1
                 if num_frames - self._num_done > WINDOW:
-                    raise ConnectionBroken(f"more than {WINDOW} frames arrived, and none is read")
+                    raise ConnectionBroken(
+                        f"more than {WINDOW} frames arrived before the first of them was read"
+                    )
                 self._frames.append(frame)
                 self._copy_what_met()
         except Exception as error:

@@ -609,6 +609,35 @@ def test_a_copy_that_is_due_when_the_connection_breaks_does_not_begin() -> None:
     run(scenario)
 
 
+def test_an_abort_ends_an_acknowledgement_that_the_sender_does_not_read() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            for num_bytes in (1 << 16,) * 10 + (
+                1,
+            ):  # until both hosts' buffers have grown and filled
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        receiving._wire._socket.send(bytes(num_bytes))
+                await asyncio.sleep(0.02)
+            frames = [struct.pack("!8sQII", b"PWIPCFR1", each, 1, each) for each in range(3)]
+            await sending._wire.send(b"".join(frames))
+            receives = [asyncio.create_task(receiving.receive([each], 0.3)) for each in range(3)]
+
+            await until(lambda: pair.mapped.ended)
+            with pytest.raises(ConnectionBroken, match="no progress before the deadline"):
+                await receives[0]
+            await asyncio.wait_for(receiving.abort(), 3)
+
+            for each in receives[1:]:
+                with pytest.raises(ConnectionBroken, match="another receive failed"):
+                    await each
+            assert pair.mapped.is_closed.is_set()
+            assert receiving._wire._socket.fileno() == -1
+
+    run(scenario)
+
+
 def test_what_ends_the_reading_of_frames_ends_receives_at_once() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:

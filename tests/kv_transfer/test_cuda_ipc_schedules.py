@@ -126,9 +126,7 @@ class Schedule:
         for index in range(num_posts):
             self.random.choice([self._post_send, self._post_receive])()
             if index == ends_at:
-                await asyncio.sleep(
-                    0
-                )  # all that is posted has begun, as it has when drivers cancel
+                await asyncio.sleep(0)  # as drivers, which cancel only what has begun
                 self._end()
             for _ in range(self.random.randint(0, 3)):
                 await asyncio.sleep(0.0005 if self.random.random() < 0.1 else 0)
