@@ -182,6 +182,10 @@ class AttemptLine:
     def leave(self) -> None:
         """Abort the attempt unless it has ended, and take no more of it."""
         self._stream.post(self._attempt_id, leave_message())
+        self.forget()
+
+    def forget(self) -> None:
+        """Take no more of the attempt; the last acknowledgement ends it at the worker."""
         self._stream.forget(self._attempt_id)
 
 

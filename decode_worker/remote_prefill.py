@@ -7,7 +7,7 @@ Life of an attempt:
 4. result       the first tokens, drawn after the last token of the prompt, usually come before the
                 last page
 5. close        in any case, and after a failure only once stop was called: wait until nothing can
-                write into the pages, then leave
+                write into the pages, then leave unless everything has come
 """
 
 import asyncio
@@ -84,6 +84,7 @@ class RemotePrefill:
         self.result.add_done_callback(mark_seen)
         self._computed_at: float | None = None  # loop time of the result
         self._failure: PrefillFailed | None = None  # what the candidate told
+        self._has_all = False  # pages and first tokens
 
     @property
     def request_id(self) -> str:
@@ -142,6 +143,7 @@ class RemotePrefill:
         if not self.result.done():
             raise TimeoutError(f"no result within {self._result_s:g} s after the last page")
         self.result.result()
+        self._has_all = True
 
     def take(self, message: PrefillMessage) -> None:
         """Take a message of the prefill worker."""
@@ -176,7 +178,10 @@ class RemotePrefill:
         try:
             await self.receiver.driver.wait_quiescent()
         finally:
-            self._line.leave()
+            if self._has_all:  # and the candidate the last acknowledgement, which says as much
+                self._line.forget()
+            else:
+                self._line.leave()
 
     def _make_receiver(self, incoming: Incoming) -> Receiver:
         assert self._group.pages is not None

@@ -61,6 +61,36 @@ def test_a_request_that_is_cancelled_disturbs_no_other_of_the_stream() -> None:
     run(scenario)
 
 
+def test_only_an_attempt_that_is_given_up_is_left() -> None:
+    """The last acknowledgement ends one that was done, so its worker need not hear more."""
+
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        streams = streams_of(cluster)
+        prefill = cluster.prefills[0]
+        done = await router.submit(prompt_of(50, seed=1))
+        await router.finish(done)
+        [[call]] = streams.values()
+        kinds: list[str | None] = []
+        write = call.write
+
+        async def keep(message: Any) -> None:
+            kinds.extend(each.WhichOneof("message") for each in (message, *message.more))
+            await write(message)
+
+        call.write = keep
+        await router.finish(await router.submit(prompt_of(50, seed=2)))
+        await cluster.wait_free(timeout_s=5.0)
+        assert not prefill.worker._pool._attempts  # type: ignore[attr-defined]
+        assert set(kinds) == {"start", "transfer"}
+        cancelled = await router.submit(prompt_of(200, seed=3))
+        await wait_until(lambda: prefill.held_pages > 0, what="its pages")
+        await router.cancel(cancelled)
+        await cluster.wait_free(timeout_s=5.0)
+        assert kinds[-1] == "leave"
+
+    run(scenario)
+
+
 def test_a_stream_that_breaks_ends_its_attempts_and_the_next_one_opens_another() -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         streams = streams_of(cluster)
