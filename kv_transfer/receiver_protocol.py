@@ -17,7 +17,8 @@ overdue abort makes it stuck: no caller should wait for it, but it may still ret
 """
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from kv_transfer.deadlines import Wait, WaitKind
 from kv_transfer.messages import (
@@ -63,8 +64,7 @@ _MAYBE_WRITTEN = (Stage.CALLED, Stage.RECEIVING)
 _CALLED_OR_WAITING = (Stage.WAITING, *_MAYBE_WRITTEN)
 
 
-@dataclass(frozen=True, slots=True)
-class IncomingChunk:
+class IncomingChunk(NamedTuple):
     """A chunk that is not yet committed."""
 
     ready: ChunkReady
@@ -130,8 +130,7 @@ ReceiverAction = Send | DigestPages | AbortConnection | TakeSlot | LeaveSlot | P
 Actions = tuple[ReceiverAction, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReceiverState:
+class ReceiverState(NamedTuple):
     """One attempt. Invariant: num_committed <= next_page <= num_pages; all counts only grow."""
 
     ticket: Ticket
@@ -199,7 +198,7 @@ def step(state: ReceiverState, event: ReceiverEvent) -> tuple[ReceiverState, Act
         return state, ()
     match event:
         case Granted():
-            return replace(state, is_granted=True), ()
+            return state._replace(is_granted=True), ()
         case ChunkReady():
             return _announced(state, event)
         case SlotTaken(chunk=chunk):
@@ -221,7 +220,7 @@ def step(state: ReceiverState, event: ReceiverEvent) -> tuple[ReceiverState, Act
             return _break(state, FailureKind.BROKEN, detail, _MAYBE_WRITTEN)
         case ConnectionAborted() if state.is_aborting or state.is_stuck:
             state, actions = _leave(state, _MAYBE_WRITTEN)
-            return replace(state, is_aborting=False, is_stuck=False), actions
+            return state._replace(is_aborting=False, is_stuck=False), actions
         case DeadlinePassed(wait=wait) if wait == waiting_for(state):
             return _late(state, wait)
     return state, ()
@@ -245,8 +244,7 @@ def _announced(state: ReceiverState, ready: ChunkReady) -> tuple[ReceiverState, 
             f"{state.next_page}, at most to page {state.num_pages}, after the grant"
         )
         return _fail(state, FailureKind.VIOLATION, detail)
-    state = replace(
-        state,
+    state = state._replace(
         chunks=(*state.chunks, IncomingChunk(ready)),
         next_chunk=ready.chunk + 1,
         next_page=end,
@@ -260,14 +258,14 @@ def _call_next(state: ReceiverState) -> tuple[ReceiverState, Actions]:
     if announced is None or num_called >= MAX_CALLED:
         return state, ()
     take = TakeSlot(announced.chunk, announced.ready.num_pages)
-    return _update(state, replace(announced, stage=Stage.WAITING)), (take,)
+    return _update(state, announced._replace(stage=Stage.WAITING)), (take,)
 
 
 def _called(state: ReceiverState, chunk: int) -> tuple[ReceiverState, Actions]:
     waiting = _find(state, chunk, Stage.WAITING)
     if waiting is None:
         return state, ()
-    state = _update(state, replace(waiting, stage=Stage.CALLED))
+    state = _update(state, waiting._replace(stage=Stage.CALLED))
     return state, (Send(ChunkGo(state.ticket, chunk)),)
 
 
@@ -278,9 +276,9 @@ def _posted(state: ReceiverState, posted: ChunkPosted) -> tuple[ReceiverState, A
     # Also after a failure: the sender's half is under way, and taking it keeps the connection.
     ready = called.ready
     post = PostReceive(posted.chunk, ready.first_page, ready.num_pages, posted.order)
-    receiving = replace(called, stage=Stage.RECEIVING)
+    receiving = called._replace(stage=Stage.RECEIVING)
     if len(posted.digests) == ready.num_pages:
-        return _update(state, replace(receiving, digests=posted.digests)), (post,)
+        return _update(state, receiving._replace(digests=posted.digests)), (post,)
     state = _update(state, receiving)  # without them: a broken sender's can be millions
     detail = (
         f"digests of chunk {posted.chunk}: found {len(posted.digests)}; "
@@ -297,7 +295,7 @@ def _received(state: ReceiverState, chunk: int) -> tuple[ReceiverState, Actions]
     leave = LeaveSlot(chunk)
     if state.is_ended:
         return _remove(state, chunk), (leave,)
-    state, called = _call_next(_update(state, replace(receiving, stage=Stage.RECEIVED)))
+    state, called = _call_next(_update(state, receiving._replace(stage=Stage.RECEIVED)))
     # Chunks are committed in order, so that what is valid is always a prefix.
     is_next = state.chunks[0].chunk == chunk
     return state, (leave, *(_digest_next(state) if is_next else ()), *called)
@@ -326,7 +324,7 @@ def _digested(
         )
         return _fail(state, FailureKind.DIGEST, detail)
     num_committed = ready.first_page + len(digests)
-    state = replace(_remove(state, chunk), num_committed=num_committed)
+    state = _remove(state, chunk)._replace(num_committed=num_committed)
     acknowledge = Send(ChunkAck(state.ticket, chunk))
     return state, (Commit(num_committed), acknowledge, *_digest_next(state))
 
@@ -346,7 +344,7 @@ def _fail(state: ReceiverState, kind: FailureKind, detail: str) -> tuple[Receive
     # Slots first: sending takes time, in which one may come.
     state, actions = _leave(state, (Stage.WAITING,))
     chunks = tuple(c for c in state.chunks if c.stage in _MAYBE_WRITTEN)
-    state = replace(state, failure=Failure(kind, detail), chunks=chunks)
+    state = state._replace(failure=Failure(kind, detail), chunks=chunks)
     return state, (*actions, Send(Abort(state.ticket, detail)))
 
 
@@ -357,13 +355,13 @@ def _break(
     state, actions = _fail(state, kind, detail)
     if not must_abort:
         return state, actions
-    return replace(state, is_aborting=True), (*actions, AbortConnection())
+    return state._replace(is_aborting=True), (*actions, AbortConnection())
 
 
 def _late(state: ReceiverState, wait: Wait) -> tuple[ReceiverState, Actions]:
     if wait.kind is WaitKind.ABORT:
         state, actions = _leave(state, _MAYBE_WRITTEN)
-        return replace(state, is_aborting=False, is_stuck=True), actions
+        return state._replace(is_aborting=False, is_stuck=True), actions
     detail = f"waiting for {wait.kind.value} of chunk {wait.chunk} took too long"
     return _break(state, FailureKind.TIMEOUT, detail, _MAYBE_WRITTEN)
 
@@ -372,7 +370,7 @@ def _leave(state: ReceiverState, stages: tuple[Stage, ...]) -> tuple[ReceiverSta
     """Forget the chunks in these stages, and their slots."""
     leaving = tuple(LeaveSlot(c.chunk) for c in state.chunks if c.stage in stages)
     staying = tuple(c for c in state.chunks if c.stage not in stages)
-    return replace(state, chunks=staying), leaving
+    return state._replace(chunks=staying), leaving
 
 
 def _first(state: ReceiverState, stage: Stage) -> IncomingChunk | None:
@@ -385,8 +383,8 @@ def _find(state: ReceiverState, chunk: int, stage: Stage) -> IncomingChunk | Non
 
 def _update(state: ReceiverState, incoming: IncomingChunk) -> ReceiverState:
     chunks = tuple(incoming if c.chunk == incoming.chunk else c for c in state.chunks)
-    return replace(state, chunks=chunks)
+    return state._replace(chunks=chunks)
 
 
 def _remove(state: ReceiverState, chunk: int) -> ReceiverState:
-    return replace(state, chunks=tuple(c for c in state.chunks if c.chunk != chunk))
+    return state._replace(chunks=tuple(c for c in state.chunks if c.chunk != chunk))

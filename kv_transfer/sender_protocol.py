@@ -16,7 +16,8 @@ the pages. It is quiescent when the posted sends are over or the connection's ab
 """
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from kv_transfer.deadlines import Wait, WaitKind
 from kv_transfer.messages import (
@@ -54,8 +55,7 @@ class Stage(enum.Enum):
     SENT = "sent"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutgoingChunk:
+class OutgoingChunk(NamedTuple):
     """A chunk that is not yet released."""
 
     chunk: int
@@ -113,8 +113,7 @@ SenderAction = Send | DigestPages | AbortConnection | PostSend | ReleasePages
 Actions = tuple[SenderAction, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SenderState:
+class SenderState(NamedTuple):
     """One attempt. `chunks` are in order; the first without digests is being digested."""
 
     ticket: Ticket
@@ -178,7 +177,7 @@ def step(state: SenderState, event: SenderEvent) -> tuple[SenderState, Actions]:
         return state, ()
     match event:
         case GrantGiven() if not (state.is_granted or state.is_ended):
-            return replace(state, is_granted=True), (Send(Granted(state.ticket)),)
+            return state._replace(is_granted=True), (Send(Granted(state.ticket)),)
         case ChunkComputed():
             return _computed(state, event)
         case PagesDigested(chunk=chunk, digests=digests):
@@ -198,7 +197,7 @@ def step(state: SenderState, event: SenderEvent) -> tuple[SenderState, Actions]:
         case ConnectionLost(detail=detail):
             return _break(state, FailureKind.BROKEN, detail)
         case ConnectionAborted() if state.is_aborting or state.is_stuck:
-            return replace(state, is_aborting=False, is_stuck=False, chunks=()), ()
+            return state._replace(is_aborting=False, is_stuck=False, chunks=()), ()
         case DeadlinePassed(wait=wait) if wait == waiting_for(state):
             return _late(state, wait)
     return state, ()
@@ -218,8 +217,7 @@ def _computed(state: SenderState, event: ChunkComputed) -> tuple[SenderState, Ac
         state.ticket, outgoing.chunk, event.first_page, event.num_pages, event.is_last
     )
     is_digesting = _first_undigested(state) is not None
-    state = replace(
-        state,
+    state = state._replace(
         num_chunks=state.num_chunks + 1,
         has_last=event.is_last,
         chunks=(*state.chunks, outgoing),
@@ -240,7 +238,7 @@ def _digested(
     digesting = _first_undigested(state)
     if digesting is None or digesting.chunk != chunk:
         return state, ()
-    state, posting = _post_if_due(state, replace(digesting, digests=digests))
+    state, posting = _post_if_due(state, digesting._replace(digests=digests))
     return state, (*posting, *_digest_next(state))
 
 
@@ -248,7 +246,7 @@ def _called(state: SenderState, chunk: int) -> tuple[SenderState, Actions]:
     outgoing = _find(state, chunk, Stage.ANNOUNCED)
     if outgoing is None:
         return state, ()
-    return _post_if_due(state, replace(outgoing, is_called=True))
+    return _post_if_due(state, outgoing._replace(is_called=True))
 
 
 def _post_if_due(state: SenderState, outgoing: OutgoingChunk) -> tuple[SenderState, Actions]:
@@ -257,7 +255,7 @@ def _post_if_due(state: SenderState, outgoing: OutgoingChunk) -> tuple[SenderSta
     # An earlier send may still be posted: its data arrived before its completion was seen here.
     # The connection keeps the order.
     posted = Send(ChunkPosted(state.ticket, outgoing.chunk, outgoing.digests))
-    state = _update(state, replace(outgoing, stage=Stage.SENDING))
+    state = _update(state, outgoing._replace(stage=Stage.SENDING))
     return state, (PostSend(outgoing.chunk), posted)
 
 
@@ -269,14 +267,14 @@ def _sent(state: SenderState, chunk: int) -> tuple[SenderState, Actions]:
         return _remove(state, chunk), ()
     if outgoing.is_acked:
         return _remove(state, chunk), (ReleasePages(outgoing.first_page, outgoing.num_pages),)
-    return _update(state, replace(outgoing, stage=Stage.SENT)), ()
+    return _update(state, outgoing._replace(stage=Stage.SENT)), ()
 
 
 def _acked(state: SenderState, chunk: int) -> tuple[SenderState, Actions]:
     if state.failure is not None:
         return state, ()
     if (outgoing := _find(state, chunk, Stage.SENDING)) is not None:
-        return _update(state, replace(outgoing, is_acked=True)), ()
+        return _update(state, outgoing._replace(is_acked=True)), ()
     if (outgoing := _find(state, chunk, Stage.SENT)) is not None:
         return _remove(state, chunk), (ReleasePages(outgoing.first_page, outgoing.num_pages),)
     return state, ()
@@ -286,7 +284,7 @@ def _fail(state: SenderState, kind: FailureKind, detail: str) -> tuple[SenderSta
     if state.is_ended:
         return state, ()
     sending = tuple(c for c in state.chunks if c.stage is Stage.SENDING)
-    state = replace(state, failure=Failure(kind, detail), chunks=sending)
+    state = state._replace(failure=Failure(kind, detail), chunks=sending)
     return state, (Send(Abort(state.ticket, detail)),)
 
 
@@ -295,12 +293,12 @@ def _break(state: SenderState, kind: FailureKind, detail: str) -> tuple[SenderSt
     state, actions = _fail(state, kind, detail)
     if not must_abort:
         return state, actions
-    return replace(state, is_aborting=True), (*actions, AbortConnection())
+    return state._replace(is_aborting=True), (*actions, AbortConnection())
 
 
 def _late(state: SenderState, wait: Wait) -> tuple[SenderState, Actions]:
     if wait.kind is WaitKind.ABORT:
-        return replace(state, is_aborting=False, is_stuck=True), ()
+        return state._replace(is_aborting=False, is_stuck=True), ()
     detail = f"waiting for {wait.kind.value} of chunk {wait.chunk} took too long"
     return _break(state, FailureKind.TIMEOUT, detail)
 
@@ -315,8 +313,8 @@ def _first_undigested(state: SenderState) -> OutgoingChunk | None:
 
 def _update(state: SenderState, outgoing: OutgoingChunk) -> SenderState:
     chunks = tuple(outgoing if c.chunk == outgoing.chunk else c for c in state.chunks)
-    return replace(state, chunks=chunks)
+    return state._replace(chunks=chunks)
 
 
 def _remove(state: SenderState, chunk: int) -> SenderState:
-    return replace(state, chunks=tuple(c for c in state.chunks if c.chunk != chunk))
+    return state._replace(chunks=tuple(c for c in state.chunks if c.chunk != chunk))

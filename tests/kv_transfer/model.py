@@ -81,7 +81,7 @@ class Rules:
             posted = (receiving.Stage.RECEIVING, sending.Stage.SENDING)
             is_posted = any(each.stage in posted for each in getattr(state, "chunks", ()))
             is_lost = is_posted and state.failure.kind is FailureKind.BROKEN
-            state = replace(state, failure=_LOST if is_lost else _SOME_FAILURE)
+            state = state._replace(failure=_LOST if is_lost else _SOME_FAILURE)
         if isinstance(state, Abort):
             state = replace(state, reason="")
         return self.states.setdefault(state, Interned(state))

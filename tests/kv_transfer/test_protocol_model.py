@@ -72,7 +72,7 @@ def commits_after_a_failure(state: Any, event: Any) -> Any:
     following, actions = receiving.step(state, event)
     if following.failure and not state.failure:
         received = [c for c in state.chunks if c.stage is receiving.Stage.RECEIVED]
-        following = replace(following, chunks=(*received, *following.chunks))
+        following = following._replace(chunks=(*received, *following.chunks))
     return following, actions
 
 
@@ -94,14 +94,14 @@ def acknowledges_before_the_commit(state: Any, event: Any) -> Any:
 def frees_pages_of_a_posted_receive(state: Any, event: Any) -> Any:
     following, actions = receiving.step(state, event)
     if following.failure:
-        following = replace(following, chunks=(), is_aborting=False)
+        following = following._replace(chunks=(), is_aborting=False)
     return following, actions
 
 
 def frees_pages_of_a_posted_send(state: Any, event: Any) -> Any:
     following, actions = sending.step(state, event)
     if following.failure:
-        following = replace(following, chunks=(), is_aborting=False)
+        following = following._replace(chunks=(), is_aborting=False)
     return following, actions
 
 
@@ -131,10 +131,9 @@ def posts_before_it_has_digests(state: Any, event: Any) -> Any:
     following, actions = sending.step(state, event)
     for each in following.chunks:
         if each.is_called and each.digests is None:
-            sent = replace(each, stage=sending.Stage.SENDING)
-            following = replace(
-                following, chunks=tuple(sent if c is each else c for c in following.chunks)
-            )
+            sent = each._replace(stage=sending.Stage.SENDING)
+            chunks = tuple(sent if c is each else c for c in following.chunks)
+            following = following._replace(chunks=chunks)
             posted = Send(ChunkPosted(state.ticket, each.chunk, (GOOD,)))
             actions = (*actions, sending.PostSend(each.chunk), posted)
     return following, actions
