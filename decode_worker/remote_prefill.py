@@ -21,7 +21,7 @@ from kv_cache.page_storage import PageStorage
 from kv_transfer.deadlines import TransferDeadlines
 from kv_transfer.errors import TransferError
 from kv_transfer.joining import JoinedDigests
-from kv_transfer.messages import ReceiverMessage, Ticket
+from kv_transfer.messages import Ticket
 from kv_transfer.order import Incoming
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport import Connection
@@ -120,7 +120,6 @@ class RemotePrefill:
         """
         incoming = await self._connect()
         stream = self._stream()
-        self.receiver = self._make_receiver(incoming)
         assert self._group.pages is not None
         start = start_message(
             self._group,
@@ -131,6 +130,7 @@ class RemotePrefill:
             trace=self._trace,
         )
         self._line = stream.begin(start, self)
+        self.receiver = self._make_receiver(incoming, self._line)
         try:
             await self.receiver.run()
         except TransferError as error:
@@ -173,17 +173,18 @@ class RemotePrefill:
         Raises:
             ConnectionBroken: The transport does not become quiet in time.
         """
-        if self._line is None or self.receiver is None:
+        if self._line is None:
             return
         try:
-            await self.receiver.driver.wait_quiescent()
+            if self.receiver is not None:
+                await self.receiver.driver.wait_quiescent()
         finally:
             if self._has_all:  # and the candidate the last acknowledgement, which says as much
                 self._line.forget()
             else:
                 self._line.leave()
 
-    def _make_receiver(self, incoming: Incoming) -> Receiver:
+    def _make_receiver(self, incoming: Incoming, line: AttemptLine) -> Receiver:
         assert self._group.pages is not None
         return Receiver(
             ticket=self._ticket,
@@ -191,15 +192,11 @@ class RemotePrefill:
             first_page=self._group.pages.num_committed_pages,
             storage=self._storage,
             incoming=incoming,
-            send=self._send,
+            send=line.send,  # no method of this attempt: they would form a cycle
             on_commit=self._on_commit,
             deadlines=self._deadlines,
             digests=self._digests,
         )
-
-    def _send(self, message: ReceiverMessage) -> None:
-        assert self._line is not None, "the worker begins"
-        self._line.send(message)
 
     def _take_result(self, result: PrefillResult) -> None:
         """Take the first result; later ones would repeat or change tokens."""

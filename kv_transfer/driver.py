@@ -229,6 +229,8 @@ class Driver(Generic[State, Event, Action]):
         self.is_over = True
         self._events.clear()
         self._arm(None)
+        # Both lead back to the owner. Cycles would be left to the collector, which stops the loop.
+        del self._seconds, self._execute
         self._ended.set()
         self._settled.set()
         if not self.state.is_quiescent:

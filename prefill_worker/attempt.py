@@ -11,6 +11,7 @@ Life of an attempt:
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from kv_cache.page_storage import PageStorage
 from kv_transfer.deadlines import TransferDeadlines
@@ -31,6 +32,7 @@ from prefill_worker.wire import (
     PrefillResult,
     PrefillStart,
 )
+from worker.load import WorkerTotals
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,6 @@ class Attempt:
         self._span = begin_part("prefill", self.prompt.trace, request_id=self.prompt.request_id)
         self._on_change = on_change
         self._scheduler = scheduler
-        self._page_bytes = storage.page_bytes
         self._has_failed = False
         self._tell = tell
         self._sender = Sender(
@@ -67,7 +68,7 @@ class Attempt:
             storage=storage,
             outgoing=outgoing,
             send=tell,
-            on_ack=self._acknowledged,
+            on_ack=partial(_count_moved, scheduler.totals, storage.page_bytes),
             deadlines=deadlines,
             digests=digests,
         )
@@ -148,11 +149,6 @@ class Attempt:
             )
         )
 
-    def _acknowledged(self, first_page: int, num_pages: int) -> None:
-        totals = self._scheduler.totals
-        totals.pages_moved += num_pages
-        totals.bytes_moved += num_pages * self._page_bytes
-
     async def _release_pages(self) -> None:
         try:
             await self._sender.driver.wait_quiescent()
@@ -165,3 +161,9 @@ class Attempt:
     def _transfer_ended(self) -> None:
         self._scheduler.transfer_ended(self.prompt)
         self._on_change()  # a queued prompt may wait for pages
+
+
+def _count_moved(totals: WorkerTotals, page_bytes: int, first_page: int, num_pages: int) -> None:
+    """Count acknowledged pages; not a method, since an attempt and its sender form no cycle."""
+    totals.pages_moved += num_pages
+    totals.bytes_moved += num_pages * page_bytes

@@ -1,6 +1,7 @@
 """All attempts at a prefill worker share a stream: each ends for itself, or with the stream."""
 
 import asyncio
+import gc
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,15 @@ import pytest
 from decode_worker import prefill_client
 from decode_worker.errors import ConnectionUnknown, PrefillFailed
 from decode_worker.prefill_client import PrefillClient, PrefillStream
+from decode_worker.remote_prefill import RemotePrefill
 from decode_worker.wire import PrefillEnd, PrefillMessage, PrefillResult
+from kv_transfer.driver import Driver
 from kv_transfer.messages import ChunkGo, Granted, Ticket
+from kv_transfer.receiver import Receiver
+from kv_transfer.sender import Sender
 from pagewire.protos import worker_pb2
 from pagewire.protos.token_ids import pack_token_ids
+from prefill_worker.attempt import Attempt
 from tests.decode_worker.harness import ScriptedRouter, WorkerCluster, prompt_of, run
 from tests.support.log_records import logged
 from tests.support.virtual_time import run_virtual, wait_until
@@ -87,6 +93,30 @@ def test_only_an_attempt_that_is_given_up_is_left() -> None:
         await router.cancel(cancelled)
         await cluster.wait_free(timeout_s=5.0)
         assert kinds[-1] == "leave"
+
+    run(scenario)
+
+
+def test_what_an_attempt_took_is_free_without_the_collector() -> None:
+    """Each collection of thousands of objects would stop the event loop, and with it the steps."""
+
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        await router.finish(await router.submit(prompt_of(50, seed=1)))
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            asked = [await router.submit(prompt_of(50, seed=2 + i)) for i in range(4)]
+            await router.finish(*asked)
+            await cluster.wait_free(timeout_s=5.0)
+            await asyncio.sleep(0.1)
+            gc.collect()
+            found = {type(each) for each in gc.garbage}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        assert not found & {Driver, Receiver, RemotePrefill, Sender, Attempt}
 
     run(scenario)
 
