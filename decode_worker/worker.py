@@ -327,3 +327,5 @@ class DecodeWorker:
                 **request.span.log_fields,
             ),
         )
+        # They lead back to it. Cycles would be left to the collector, which stops the event loop.
+        request.choices = []

@@ -13,6 +13,7 @@ from decode_worker import prefill_client
 from decode_worker.errors import ConnectionUnknown, PrefillFailed
 from decode_worker.prefill_client import PrefillClient, PrefillStream
 from decode_worker.remote_prefill import RemotePrefill
+from decode_worker.request import Choice, Request
 from decode_worker.wire import PrefillEnd, PrefillMessage, PrefillResult
 from kv_transfer.driver import Driver
 from kv_transfer.messages import ChunkGo, Granted, Ticket
@@ -97,7 +98,7 @@ def test_only_an_attempt_that_is_given_up_is_left() -> None:
     run(scenario)
 
 
-def test_what_an_attempt_took_is_free_without_the_collector() -> None:
+def test_what_requests_and_attempts_took_is_free_without_the_collector() -> None:
     """Each collection of thousands of objects would stop the event loop, and with it the steps."""
 
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
@@ -116,7 +117,7 @@ def test_what_an_attempt_took_is_free_without_the_collector() -> None:
             gc.set_debug(0)
             gc.garbage.clear()
             gc.enable()
-        assert not found & {Driver, Receiver, RemotePrefill, Sender, Attempt}
+        assert not found & {Driver, Receiver, RemotePrefill, Sender, Attempt, Request, Choice}
 
     run(scenario)
 
