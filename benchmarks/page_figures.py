@@ -8,7 +8,7 @@ benchmarks.table_plots.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from benchmarks.serving_figures import bars, disaggregation_charts, hardware_of,
 from benchmarks.stream_statistics import Row
 from benchmarks.tables import (
     ABLATION_RESULTS,
+    JOINED_STEPS_RESULT,
     MIX_RESULTS,
     MOVES_RESULT,
     PARTS_RESULT,
@@ -34,6 +35,7 @@ from benchmarks.tables import (
     STEP_FIGURES,
     gateway_rows,
     headline_rows,
+    joined_step_rows,
     mix_rows,
     profile_parts,
     replays_in_time,
@@ -52,6 +54,7 @@ from benchmarks.targets import (
 )
 
 FIGURES = ROOT / "docs" / "figures"
+STEPS_DRAWN = ("ms", "busy_ms")  # of STEP_FIGURES
 SERVING_FILES = (AGGREGATED_FILE, SERVING_FILE)
 COLORS = (BLUE, ORANGE, LIGHT_BLUE, RED)
 NUM_LAYERS, LAYER_WEIGHTS = 32, ("qkv", "output", "gate_up", "down")
@@ -140,24 +143,33 @@ def step_profile() -> str:
 
 def served_steps() -> str:
     """Steps of a worker that serves, beside those of its engine alone."""
-    content = _content(SERVED_STEPS_RESULT)
+    return _steps_by_engine(SERVED_STEPS_RESULT, ("0 + 1", "1 + 1"), served_step_rows())
+
+
+def joined_steps() -> str:
+    """The same where small chunks move together."""
+    cases = ((case, alone, [row]) for case, alone, row in joined_step_rows())
+    return _steps_by_engine(JOINED_STEPS_RESULT, ("1 + 1",), cases)
+
+
+def _steps_by_engine(
+    file: str, workers: Sequence[str], cases: Iterable[tuple[str, float, Sequence[Row]]]
+) -> str:
+    """Draw cases by the ms of the engine alone, and their rows: one for each kind of workers."""
+    content = _content(file)
     where = f"{in_short(content['hardware'])}, Llama-3-8B's shape, commit {content['commit'][:8]}"
-    figures = [
-        (what, workers, place)
-        for place, workers in enumerate(("0 + 1", "1 + 1"))
-        for what in ("ms", "busy_ms")
-    ]
+    figures = [(name, place, what) for place, name in enumerate(workers) for what in STEPS_DRAWN]
     return dot_chart.draw(
         dot_chart.DotChart(
             title="A step of decode of a worker that serves, by that of its engine alone",
             unit=f"% of a step of the engine alone; {where}",
-            series=tuple(f"{workers}, {STEP_FIGURES[what]}" for what, workers, _ in figures),
+            series=tuple(f"{name}, {STEP_FIGURES[what]}" for name, _, what in figures),
             cases=tuple(
                 dot_chart.Case(
                     name=case,
-                    values=tuple((100 * rows[place][what] / alone,) for what, _, place in figures),
+                    values=tuple((100 * rows[place][what] / alone,) for _, place, what in figures),
                 )
-                for case, alone, rows in served_step_rows()
+                for case, alone, rows in cases
             ),
             line_at=100.0,
         )
@@ -450,6 +462,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "engine-step": engine_step,
     "step-profile": step_profile,
     "served-steps": served_steps,
+    "joined-steps": joined_steps,
     "starts": starts,
     "served-moves": served_moves,
     "first-token-parts": first_token_parts,

@@ -38,6 +38,9 @@ PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
 PROFILE_RESULT = "step-profile-llama-3-8b-h200.json"
 SERVED_STEPS_RESULT = "served-steps-h200.json"
 ENGINE_STEPS_RESULT = "engine-step-decode-h200.json"  # of the engine alone on that host
+# The same beside a prefill worker on another host, since small chunks move together.
+JOINED_STEPS_RESULT = "served-steps-joined-h200.json"
+JOINED_ENGINE_RESULT = "engine-step-joined-h200.json"
 # Of what lies between steps the mean would count the time between two requests of one stream.
 STEP_FIGURES = {"ms": "client", "busy_ms": "device", "between_ms_p50": "between"}
 ABLATION_RESULTS = tuple(
@@ -269,6 +272,26 @@ def served_steps() -> str:
         (
             (f"`{case}`", _ms(alone), *(_ms(row[name]) for row in rows for name in STEP_FIGURES))
             for case, alone, rows in served_step_rows()
+        ),
+    )
+
+
+def joined_step_rows() -> Iterator[tuple[str, float, Row]]:
+    """Yield cases, the ms of a step alone, and their rows beside a prefill worker, of that host."""
+    alone = _rows_of(JOINED_ENGINE_RESULT)
+    for case, row in _rows_of(JOINED_STEPS_RESULT).items():
+        name = case.removeprefix("pools/")
+        name = name if "/" in name else f"decode/{name}"
+        yield name, alone[name]["ms"], row
+
+
+def joined_steps() -> str:
+    """Steps beside a prefill worker since small chunks move together, as in `served_steps`."""
+    return table(
+        ("case", "engine alone, ms", *(f"1 + 1, {what}, ms" for what in STEP_FIGURES.values())),
+        (
+            (f"`{case}`", _ms(alone), *(_ms(row[name]) for name in STEP_FIGURES))
+            for case, alone, row in joined_step_rows()
         ),
     )
 
@@ -564,6 +587,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pools": pools,
     "replay": replay,
     "served-steps": served_steps,
+    "joined-steps": joined_steps,
     "starts": starts,
     "ablation": ablation,
     "transfers": transfers,

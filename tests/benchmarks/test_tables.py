@@ -80,6 +80,20 @@ def test_served_steps_are_drawn_as_shares_of_the_engine_alone(
     assert pools_device == pytest.approx(-device, abs=0.3)
 
 
+def test_steps_of_another_host_stand_beside_its_own_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pools = {case: row for case, row in SERVED.items() if case.startswith("pools/")}
+    replace_results(monkeypatch, JOINED_ENGINE_RESULT=ALONE, JOINED_STEPS_RESULT=pools)
+
+    _, _, *rows = tables.joined_steps().splitlines()
+
+    assert rows == [
+        "| `decode/8@1024` | 10.00 | 12.00 | 9.00 | 0.50 |",
+        "| `shared/64,8192,256` | 20.00 | 23.00 | 22.00 | 0.75 |",
+    ]
+
+
 def x_of(path: str) -> float:
     found = re.match(r"M([\d.]+) ", path)
     assert found
