@@ -15,8 +15,8 @@ import pytest
 from kv_transfer import joining
 from kv_transfer.cuda_ipc import MAX_COPYING, Receiving, Sending
 from kv_transfer.errors import ConnectionBroken
+from tests.kv_transfer.ipc_pair import HostPages, Pair, a_pair, ipc_threads
 from tests.kv_transfer.tcp_pair import run
-from tests.kv_transfer.test_cuda_ipc import HostPages, Pair, a_pair, ipc_threads
 from tests.support.waiting import until
 
 NUM_PAGES = 256
