@@ -1,6 +1,7 @@
 """Times each chunk that a decode worker reads from another GPU of its host; see served_moves.
 
-Of chunks that are copied in one call, the first has its times; the others take none.
+Of chunks that are copied in one call, the first has the times of the call, and the others begin and
+end when it ends.
 """
 
 import json

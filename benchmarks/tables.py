@@ -258,8 +258,12 @@ def served_step_rows() -> Iterator[tuple[str, float, tuple[Row, Row]]]:
     alone, served = _rows_of(ENGINE_STEPS_RESULT), _rows_of(SERVED_STEPS_RESULT)
     for case, row in served.items():
         if not case.startswith("pools/"):
-            name = case if "/" in case else f"decode/{case}"
+            name = _engine_case(case)
             yield name, alone[name]["ms"], (row, served[f"pools/{case}"])
+
+
+def _engine_case(served: str) -> str:
+    return served if "/" in served else f"decode/{served}"
 
 
 def served_steps() -> str:
@@ -280,8 +284,7 @@ def joined_step_rows() -> Iterator[tuple[str, float, Row]]:
     """Yield cases, the ms of a step alone, and their rows beside a prefill worker, of that host."""
     alone = _rows_of(JOINED_ENGINE_RESULT)
     for case, row in _rows_of(JOINED_STEPS_RESULT).items():
-        name = case.removeprefix("pools/")
-        name = name if "/" in name else f"decode/{name}"
+        name = _engine_case(case.removeprefix("pools/"))
         yield name, alone[name]["ms"], row
 
 

@@ -30,7 +30,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple, Protocol
 
 from kv_cache.page_storage import PageStorage
@@ -197,7 +196,7 @@ class Sending(SocketConnection):
     """Implements the sender's half of `kv_transfer.transport.Connection`."""
 
     def __init__(self, connection_id: str, wire: PageSocket) -> None:
-        super().__init__(connection_id, wire, asyncio.to_thread)
+        super().__init__(connection_id, wire)
         self._places = asyncio.Semaphore(WINDOW)
         self._naming = asyncio.Lock()
         self._num_named = 0  # frames
@@ -264,8 +263,7 @@ class Receiving(SocketConnection):
         num_pages: int,
         page_bytes: int,
     ) -> None:
-        loop = asyncio.get_running_loop()
-        super().__init__(connection_id, wire, partial(loop.run_in_executor, threads))
+        super().__init__(connection_id, wire)
         self._threads = threads
         self._pages = pages
         self._num_pages = num_pages  # of the sender
@@ -275,7 +273,7 @@ class Receiving(SocketConnection):
         self._met: deque[_Copy] = deque()
         self._unread: set[asyncio.Future[None]] = set()  # of all receives that have not ended
         self._telling = asyncio.Lock()  # copies take it in their order
-        self._reading = loop.create_task(self._read())
+        self._reading = asyncio.get_running_loop().create_task(self._read())
 
     async def send(self, page_ids: Sequence[int], seconds: float) -> None:
         raise AssertionError("a receiver sends nothing")
@@ -322,7 +320,8 @@ class Receiving(SocketConnection):
                     raise ConnectionBroken(f"{found} pages arrive, expected {allowed}")
             source_ids = [page_id for each in joined for page_id in each.source_ids]
             target_ids = [page_id for each in joined for page_id in each.target_ids]
-            copy = self._run_blocking(partial(self._pages.copy, source_ids, target_ids))
+            loop = asyncio.get_running_loop()
+            copy = loop.run_in_executor(self._threads, self._pages.copy, source_ids, target_ids)
             async with self._telling:
                 await copy
                 self._check_healthy()  # or the number would count the pages of a copy that failed

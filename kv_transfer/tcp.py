@@ -9,17 +9,22 @@ All integers are big-endian. A frame that the receiver does not expect breaks th
 
 import asyncio
 import struct
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 from kv_cache.page_storage import PageBytes, PageStorage
+from kv_transfer.driver import RunBlocking
 from kv_transfer.errors import ConnectionBroken
 from kv_transfer.ordered_connection import LiveConnections
 from kv_transfer.page_socket import PageSocket
 from kv_transfer.proven_sockets import ProvenSockets
 from kv_transfer.socket_connection import SocketConnection
+from pagewire.protos.call_tasks import mark_seen
+
+T = TypeVar("T")
 
 CHUNK_BYTES = 8 << 20  # copied out of or into the storage at a time
 
@@ -66,8 +71,9 @@ class TcpConnection(SocketConnection):
     """Implements `kv_transfer.transport.Connection` over one TCP connection."""
 
     def __init__(self, connection_id: str, wire: PageSocket, storage: PageStorage) -> None:
-        super().__init__(connection_id, wire, asyncio.to_thread)
+        super().__init__(connection_id, wire)
         self._storage = storage
+        self._run_blocking: RunBlocking = asyncio.to_thread
         self._pages_at_once = max(1, CHUNK_BYTES // storage.page_bytes)
 
     async def send(self, page_ids: Sequence[int], seconds: float) -> None:
@@ -89,6 +95,20 @@ class TcpConnection(SocketConnection):
                 contents: PageBytes = np.empty((len(some), self._storage.page_bytes), np.uint8)
                 await self._wire.receive_into(contents.data.cast("B"))
                 await self._touch(partial(self._storage.import_pages, some, contents))
+
+    def _touch(self, function: Callable[[], T]) -> Awaitable[T]:
+        """Begin work that touches pages; `abort` waits for it, even if the caller has left."""
+
+        async def run() -> T:
+            return await self._run_blocking(function)
+
+        copy = asyncio.get_running_loop().create_task(run())
+        self._copies.add(copy)
+        copy.add_done_callback(self._copies.discard)
+        # Shielded: a deadline must not make the copy look finished.
+        touched = asyncio.shield(copy)
+        touched.add_done_callback(mark_seen)  # a caller that has left reads no error
+        return touched
 
     def _pieces(self, page_ids: Sequence[int]) -> list[Sequence[int]]:
         step = self._pages_at_once
