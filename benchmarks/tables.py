@@ -263,6 +263,7 @@ def served_step_rows() -> Iterator[tuple[str, float, tuple[Row, Row]]]:
 
 
 def _engine_case(served: str) -> str:
+    """Return the name that an engine alone has for a case of a worker that serves."""
     return served if "/" in served else f"decode/{served}"
 
 

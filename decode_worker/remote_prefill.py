@@ -168,7 +168,9 @@ class RemotePrefill:
             self.receiver.driver.cancel(reason)
 
     async def close(self) -> None:
-        """Wait until nothing writes into the pages, then leave. Call `stop` after a failure.
+        """Wait until nothing writes into the pages, then leave unless everything has come.
+
+        Call `stop` before, after a failure.
 
         Raises:
             ConnectionBroken: The transport does not become quiet in time.

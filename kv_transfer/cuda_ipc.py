@@ -197,8 +197,8 @@ class Sending(SocketConnection):
 
     def __init__(self, connection_id: str, wire: PageSocket) -> None:
         super().__init__(connection_id, wire)
-        self._places = asyncio.Semaphore(WINDOW)
-        self._naming = asyncio.Lock()
+        self._places = asyncio.Semaphore(WINDOW)  # of frames that are not read
+        self._naming = asyncio.Lock()  # of whoever writes a frame
         self._num_named = 0  # frames
 
     @property

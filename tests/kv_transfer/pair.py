@@ -30,6 +30,10 @@ DEADLINES = TransferDeadlines(
 )
 
 
+class Panic(BaseException):
+    """What ends more than one call, as extension modules raise it."""
+
+
 def make_storage(num_pages: int, seed: int) -> FakePageStorage:
     """Return a storage of random pages; different seeds share no page."""
     storage = FakePageStorage(num_pages=num_pages, page_size=4)

@@ -30,6 +30,7 @@ from tests.kv_transfer.ipc_pair import SOURCE_CARD, HostPages, Pair, a_pair, ipc
 from tests.kv_transfer.pair import (
     KEY,
     Attempt,
+    Panic,
     Workers,
     check_order,
     check_whole_transfers,
@@ -455,10 +456,6 @@ def test_nothing_is_acknowledged_behind_a_copy_that_failed() -> None:
             assert pages.begun == [0, 1]
 
     run(scenario)
-
-
-class Panic(BaseException):
-    """What ends more than one call, as extension modules raise it."""
 
 
 def test_a_copy_that_ends_in_any_way_breaks_the_connection_at_once() -> None:

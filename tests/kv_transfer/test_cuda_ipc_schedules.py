@@ -109,7 +109,8 @@ class Schedule:
         self.pair, self.end = pair, end
         self.receiving, self.sending = sides
         self.random = random.Random(seed)
-        self.pages: WatchedPages = pair.receiver_memory.pages  # type: ignore[attr-defined]
+        assert isinstance(pair.mapped, WatchedPages)
+        self.pages = pair.mapped
         sizes = [self.random.randint(1, 3) for _ in range(self.random.randint(3, 60))]
         self.source_ids = self._chunks(sizes)
         self.target_ids = self._chunks(sizes)
@@ -227,9 +228,7 @@ def watch(pair: Pair, seed: int) -> None:
     unwatched = memory.open
 
     def open_watched(card: bytes, num_pages: int) -> HostPages:
-        memory.opened.append(WatchedPages(unwatched(card, num_pages), seed))
-        del memory.opened[-2]
-        memory.pages = memory.opened[-1]  # type: ignore[attr-defined]
+        memory.opened[-1] = WatchedPages(unwatched(card, num_pages), seed)
         return memory.opened[-1]
 
     memory.open = open_watched  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.joining import JOINED_BYTES, JoinedDigests, take_joined
-from tests.kv_transfer.pair import make_storage
+from tests.kv_transfer.pair import Panic, make_storage
 from tests.support.virtual_time import run_inline, run_virtual
 
 T = TypeVar("T")
@@ -91,10 +91,6 @@ def test_an_error_is_told_to_whoever_asked_for_it_alone() -> None:
             await digests.of([64])
 
     run_virtual(scenario())
-
-
-class Panic(BaseException):
-    """What ends more than one call, as extension modules raise it."""
 
 
 @pytest.mark.parametrize("found", ["too few", "too many", "panic"])
