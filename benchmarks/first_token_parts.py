@@ -3,7 +3,7 @@
     python -m benchmarks.first_token_parts --out benchmarks/results/first-token-parts-h100-x2.json
 
 Clusters, clients, prompts and cases are those of benchmarks.serving_matrix. Waves without traces
-and with traces take turns on the same cluster, whose spans this process collects.
+precede those with traces on the same cluster, whose spans this process collects.
 
 ttft/...            `first` and `last` are the requests of a wave whose first tokens come first and
                     last, of a single one `last`. Their times begin at the wave's first call, and
@@ -141,11 +141,12 @@ def _first_tokens(
     specs: Callable[[], list[StreamSpec]], collector: SpanCollector, run: Run
 ) -> tuple[Row, Row]:
     """Return the parts of waves of such requests, and the work of those that were traced."""
+    waves = WAVES * run.sizes.repeats
     run.wave(_spans_of(specs(), is_traced=False))
-    untraced: list[list[StreamRecord]] = []
+    # First, since processes still send spans for seconds after a wave with traces.
+    untraced = [run.wave(_spans_of(specs(), is_traced=False)) for _ in range(waves)]
     traced: list[tuple[list[StreamSpec], list[StreamRecord]]] = []
-    for _ in range(WAVES * run.sizes.repeats):
-        untraced.append(run.wave(_spans_of(specs(), is_traced=False)))
+    for _ in range(waves):
         sent = _spans_of(specs(), is_traced=True)
         traced.append((sent, run.wave(sent)))
     run.check_waves(untraced)
@@ -153,8 +154,8 @@ def _first_tokens(
     trace_ids = [each.traceparent[3:35] for sent, _ in traced for each in sent]
     try:
         traces = iter(collector.take(trace_ids))
-        waves = [(records, [next(traces) for _ in sent]) for sent, records in traced]
-        found = [_ends(*each) for each in waves]
+        paths = [(records, [next(traces) for _ in sent]) for sent, records in traced]
+        found = [_ends(*each) for each in paths]
     except (SpansMissing, UnclearPath) as error:
         raise CaseFailed(str(error)) from error
     firsts, lasts = zip(*found, strict=True)
@@ -168,7 +169,7 @@ def _first_tokens(
     if len(trace_ids) > len(traced):
         row["first"] = median_parts(firsts)
     row["last"] = median_parts(lasts)
-    waits = [ms for _, found in waves for trace in found if (ms := pages_ms(trace))]
+    waits = [ms for _, found in paths for trace in found if (ms := pages_ms(trace))]
     for name in waits[0] if waits else ():
         row[name] = round(percentile([each[name] for each in waits], 50), 3)
     return row, work
