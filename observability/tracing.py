@@ -23,7 +23,6 @@ from observability.logs import fields
 from options.kept_by_name import kept_by_name
 from options.option import check_options, option
 from pagewire.protos.trace_context import (
-    MAX_TRACESTATE,
     NO_TRACE,
     SAMPLED,
     TraceContext,
@@ -36,7 +35,7 @@ EXPORT_TIMEOUT_S = 5.0
 LOSSES_S = 60.0  # between two log lines about them
 FLUSH_S = 2.0  # for the last spans of a process that stops
 MAX_QUEUED_SPANS = 8192  # spans beyond this many waiting ones are lost
-_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+_TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 _MODULES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 # Fields of log lines with a name in the semantic conventions for HTTP and for generative AI.
 _STANDARD_NAMES = {
@@ -155,7 +154,7 @@ def begin_trace(name: str, caller: TraceContext, **values: object) -> NoSpan:
         name: Name of the span.
         caller: A malformed traceparent or tracestate counts as none.
     """
-    if _tracer is None:
+    if _tracer is None or _is_left_out(caller):
         return NoSpan(caller)
     return _begin(name, _parent(caller), values)
 
@@ -164,6 +163,8 @@ def begin_part(name: str, context: TraceContext, **values: object) -> NoSpan:
     """Begin this process's part of a trace; `context` is its parent span's; empty: no trace."""
     if _tracer is None or not context.traceparent:
         return NO_SPAN
+    if _is_left_out(context):
+        return NoSpan(context)
     return _begin(name, _parent(context), values)
 
 
@@ -266,6 +267,12 @@ class _NotedLosses:
         return bool(self._exporter.force_flush(timeout_millis))
 
 
+def _is_left_out(caller: TraceContext) -> bool:
+    """Tell whether the caller leaves its request out; OpenTelemetry takes ten times as long."""
+    found = _TRACEPARENT.fullmatch(caller.traceparent)
+    return found is not None and not int(found[3], 16) & SAMPLED
+
+
 def _begin(name: str, parent: Any, values: dict[str, object]) -> NoSpan:
     from opentelemetry.trace import SpanKind
 
@@ -289,15 +296,14 @@ def _parent(caller: TraceContext) -> Any:
     found = _TRACEPARENT.fullmatch(caller.traceparent)
     if found is None:
         return Context()
-    state = caller.tracestate if len(caller.tracestate) <= MAX_TRACESTATE else ""
     span = SpanContext(
         trace_id=int(found[1], 16),
         span_id=int(found[2], 16),
         is_remote=True,
         trace_flags=TraceFlags(int(found[3], 16) & SAMPLED),
-        trace_state=TraceState.from_header([state]),
+        trace_state=TraceState.from_header([caller.tracestate]),
     )
-    return set_span_in_context(NonRecordingSpan(span), Context()) if span.is_valid else Context()
+    return set_span_in_context(NonRecordingSpan(span), Context())
 
 
 def _attributes(values: dict[str, object]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from observability.logs import fields
 from observability.rare_line import RareLine
 from observability.request_metrics import decode_s
 from observability.tracing import NO_SPAN, NoSpan, begin_trace
-from pagewire.protos.trace_context import TraceContext
+from pagewire.protos.trace_context import told_context
 from router import wire
 from router.admission import Admission, Asking, IssueToken
 from router.dispatch import Dispatcher
@@ -137,7 +137,7 @@ class Call:
     def begin(self, request: Any, time_remaining_s: float | None, pace: Pace) -> None:
         """Begin the call that a GenerateRequest asks for; an error is news, as a result is."""
         self._reception.metrics.call_begun()
-        caller = TraceContext(request.traceparent, request.tracestate)
+        caller = told_context(request.traceparent, request.tracestate)
         self._span = begin_trace("generate", caller, request_id=self._request_id)
         try:
             asking = self._enter(request, time_remaining_s)

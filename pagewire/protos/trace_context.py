@@ -38,7 +38,15 @@ def trace_context(headers: Iterable[tuple[str, str]]) -> TraceContext:
     """
     found = [each for each in headers if each[0] in TraceContext._fields]
     parents = [value for name, value in found if name == "traceparent"]
-    if len(parents) != 1 or len(parents[0]) > MAX_TRACEPARENT:
+    if len(parents) != 1:
         return NO_TRACE
-    state = ",".join(value for name, value in found if name == "tracestate")
-    return TraceContext(parents[0], state if len(state) <= MAX_TRACESTATE else "")
+    return told_context(
+        parents[0], ",".join(value for name, value in found if name == "tracestate")
+    )
+
+
+def told_context(traceparent: str, tracestate: str) -> TraceContext:
+    """Return the context that a stranger tells; what is too long counts as none."""
+    if len(traceparent) > MAX_TRACEPARENT:
+        return NO_TRACE
+    return TraceContext(traceparent, tracestate if len(tracestate) <= MAX_TRACESTATE else "")

@@ -19,7 +19,13 @@ from observability.tracing import (
     stop_tracing,
 )
 from options.option import WrongOptions
-from pagewire.protos.trace_context import NO_TRACE, TraceContext
+from pagewire.protos.trace_context import (
+    MAX_TRACEPARENT,
+    MAX_TRACESTATE,
+    NO_TRACE,
+    TraceContext,
+    told_context,
+)
 from tests.observability.trace_collector import collecting
 from tests.support.traces import traced, values
 from tests.support.waiting import wait_until
@@ -53,6 +59,32 @@ def test_without_configuration_every_span_is_the_one_that_does_nothing():
         assert begin_part("decode", NO_TRACE) is NO_SPAN, "a worker begins no trace by itself"
         assert begin_part("decode", TraceContext("forged")) is not NO_SPAN
     assert len(traces.spans) == 0, "what has not ended"
+
+
+def test_a_request_that_its_caller_leaves_out_costs_no_span(monkeypatch):
+    left_out = TraceContext(f"00-{1:032x}-{1:016x}-00", "other=1")
+    with traced() as traces:
+        monkeypatch.setattr(tracing, "_begin", None)
+        for begin in (begin_trace, begin_part):
+            span = begin("generate", left_out)
+            assert (span.is_traced, span.context) == (False, left_out)
+    assert traces.spans == []
+
+
+@pytest.mark.parametrize("ids", [(0, 1), (1, 0)], ids=["trace", "span"])
+def test_ids_of_zeros_name_no_caller(ids):
+    trace, span = ids
+    with traced() as traces:
+        begin_trace("generate", TraceContext(f"00-{trace:032x}-{span:016x}-00")).end()
+    [found] = traces.spans
+    assert found.parent is None
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_of_a_strangers_context_what_is_too_long_counts_as_none(extra):
+    parent, state = "p" * (MAX_TRACEPARENT + extra), "s" * (MAX_TRACESTATE + extra)
+    assert told_context(parent, "") == TraceContext("" if extra else parent, "")
+    assert told_context("p", state) == TraceContext("p", "" if extra else state)
 
 
 def test_values_that_are_none_are_left_out_and_a_log_line_names_the_trace():
