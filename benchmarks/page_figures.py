@@ -23,6 +23,7 @@ from benchmarks.serving_figures import bars, disaggregation_charts, hardware_of,
 from benchmarks.stream_statistics import Row
 from benchmarks.tables import (
     ABLATION_RESULTS,
+    CACHED_PARTS_RESULT,
     JOINED_STEPS_RESULT,
     MIX_RESULTS,
     MOVES_RESULT,
@@ -37,6 +38,7 @@ from benchmarks.tables import (
     headline_rows,
     joined_step_rows,
     mix_rows,
+    part_rows,
     profile_parts,
     replays_in_time,
     served_step_rows,
@@ -379,7 +381,7 @@ def replay() -> str:
 
 def first_token_parts() -> str:
     """What the time to the last first token of a wave consists of."""
-    rows, hardware = _rows_and_hardware([PARTS_RESULT])
+    _, hardware = _rows_and_hardware([PARTS_RESULT, CACHED_PARTS_RESULT])
     waits = ("decode_wait", "prefill_wait")
 
     def sums(parts: Row) -> tuple[float, float, float]:
@@ -393,7 +395,7 @@ def first_token_parts() -> str:
 
     values = [
         (name_of(case), sums(row["last"]["parts_ms"]))
-        for case, row in rows.items()
+        for case, row in part_rows().items()
         if "last" in row
     ]
     return draw(

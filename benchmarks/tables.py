@@ -57,6 +57,7 @@ REPLAY_RESULTS = {
 }
 REPLAY_ON_H200S = "replay-pair-faster-30ms-h200-x2.json"
 PARTS_RESULT = "first-token-parts-h200-x2.json"
+CACHED_PARTS_RESULT = "first-token-parts-bursts-h200-x2.json"  # without traces before those
 MIX_RESULTS = (PARTS_RESULT, "first-token-parts-one-h200.json")
 MOVES_RESULT = "served-moves-h200-x2.json"
 POOL_ARMS = ("disaggregated", "aggregated")
@@ -403,7 +404,7 @@ def first_token_parts() -> str:
     """The parts of the time to a first token, of the first and the last request of each wave."""
 
     def rows() -> Iterator[tuple[str, ...]]:
-        for case, row in _rows_of(PARTS_RESULT).items():
+        for case, row in part_rows().items():
             for request in ("first", "last"):
                 if each := row.get(request):
                     is_last = request == "last"
@@ -419,6 +420,12 @@ def first_token_parts() -> str:
 
     heads = ("workers", "case", "request", *PARTS.values(), "rest", "all, ms", "without traces, ms")
     return table(heads, rows(), num_text=3)
+
+
+def part_rows() -> dict[str, Row]:
+    """Return parts of first tokens by case, those of cached prompts from a newer run."""
+    newer = _rows_of(CACHED_PARTS_RESULT).items()
+    return _rows_of(PARTS_RESULT) | {case: row for case, row in newer if "cached" in case}
 
 
 def engine_time() -> str:

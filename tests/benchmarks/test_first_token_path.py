@@ -123,11 +123,14 @@ def test_tables_show_the_parts_of_each_request_and_the_time_of_each_engine(
         {"case": "mixed/512", "cluster": "1+1", "engines": {"prefill-0": engine}}
         | {"ms": 3500.0, "traced_ms": 3600.0},
     ]
-    (tmp_path / tables.PARTS_RESULT).write_text(json.dumps({"cases": rows}))
+    cached = {"case": "ttft/cached", "cluster": "1+1", "last": local}
+    older, newer = ([*rows, cached | {"untraced_ms": ms}] for ms in (20, 10))
+    (tmp_path / tables.PARTS_RESULT).write_text(json.dumps({"cases": older}))
+    (tmp_path / tables.CACHED_PARTS_RESULT).write_text(json.dumps({"cases": newer}))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "MIX_RESULTS", (tables.PARTS_RESULT,))
 
-    first, last, alone = cells(tables.first_token_parts())
+    first, last, alone, of_cached = cells(tables.first_token_parts())
     [of_engine] = cells(tables.engine_time())
 
     assert first[:3] + first[-2:] == ["1 + 1", "`ttft/2x8`", "first", "87.00", ""]
@@ -137,4 +140,5 @@ def test_tables_show_the_parts_of_each_request_and_the_time_of_each_engine(
     ]
     assert alone[:3] == ["0 + 1", "`ttft/1x8`", ""]
     assert alone[7:11] == ["", "", "12.00", ""]
+    assert of_cached[1:3] + of_cached[-1:] == ["`ttft/cached`", "", "10.00"]
     assert of_engine == ["1 + 1", "prefill-0", "1.00", "2.00", "0.00", "0.50", "3.50", "3.60"]
