@@ -492,6 +492,21 @@ def test_finished_chunks_are_handed_over_while_the_rest_is_computed() -> None:
     assert handed == [[], [(1, 2, False)], [(3, 2, False), (5, 1, True)]]
 
 
+def test_of_a_cached_prompt_one_token_is_computed_in_one_step() -> None:
+    scene = Scene()
+    tokens = range(1, 4 * PAGE_SIZE + 1)  # no page is partial, so the last one has a twin
+    scene.submit(*tokens)
+    scene.finish_next()
+    num_computed = scene.engine.num_computed_tokens
+
+    again = scene.submit(*tokens)
+    finished = [each.prompt for each in scene.step() if isinstance(each, FinishedPrompt)]
+
+    assert finished == [again]
+    assert again.num_cached == len(tokens) - 1
+    assert scene.engine.num_computed_tokens == num_computed + 1
+
+
 def test_cached_pages_are_handed_over_before_anything_is_computed() -> None:
     scene = Scene()
     scene.submit(*range(1, 18))
