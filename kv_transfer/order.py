@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from kv_transfer.errors import ConnectionBroken
 from kv_transfer.transport import Connection
 
-WINDOW = 32  # chunks that a receiver asks for at a time; small ones move together
+# Chunks that a receiver asks for at a time; small ones move together. A part of the contract: the
+# sender names as many before the first is read, and a receiver that allows fewer breaks off.
+WINDOW = 32
 
 
 @dataclass(slots=True)
