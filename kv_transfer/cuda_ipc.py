@@ -16,7 +16,9 @@ The sender names the pages of up to WINDOW operations before those of the first 
 a frame number says that all frames before it have been read, too. So the receiver copies what waits
 in one call, and launches it behind the copy that still runs: operations wait for no round trip, and
 small ones share the turns of threads. All integers are big-endian. A frame that the receiver does
-not expect breaks the connection.
+not expect breaks the connection, and its ids are not taken. Pages that are named and not read go to
+different pages of the receiver, so they are no more than it has: that bounds what a broken sender
+lets it keep.
 
 Only the receiver writes, into its own pages and without its peer's help; so nothing hangs when the
 peer dies, and an abort lasts no longer than two copies. A mapping keeps the memory of a dead sender
@@ -28,9 +30,12 @@ import logging
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kv_cache.page_storage import PageStorage
 from kv_transfer.errors import (
@@ -52,14 +57,13 @@ logger = logging.getLogger(__name__)
 
 MAX_COPYING = 2  # calls at a time; on the device, the second one runs behind the first
 MAX_CARD_BYTES = 512
-MAX_FRAME_PAGES = 1 << 20  # a worker's whole pool, and 4 MiB of ids
 MAX_CHUNK_BYTES = 1 << 40  # no network is between the GPUs: whatever is handed over
 
 _CARD = struct.Struct("!8sQQH")
 _CARD_MAGIC = b"PWCARD01"
 _FRAME = struct.Struct("!8sQI")
 _FRAME_MAGIC = b"PWIPCFR1"
-_PAGE_ID_BYTES = 4
+_PAGE_ID = np.dtype(">u4")
 _READ = struct.Struct("!Q")
 _MAPPED, _NOT_MAPPED = b"\x01", b"\x00"
 
@@ -137,8 +141,7 @@ class CudaIpcTransport:
             except BaseException:
                 threads.shutdown(wait=False)
                 raise
-        page_bytes = self._storage.page_bytes
-        receiving = Receiving(connection_id, wire, threads, pages, num_pages, page_bytes)
+        receiving = Receiving(connection_id, wire, threads, pages, num_pages, self._storage)
         self._connections.add(receiving)
         return receiving
 
@@ -223,7 +226,7 @@ class Sending(SocketConnection):
         frame = self._num_named
         self._num_named += 1
         header = _FRAME.pack(_FRAME_MAGIC, frame, len(page_ids))
-        await self._wire.send(header + struct.pack(f"!{len(page_ids)}I", *page_ids))
+        await self._wire.send(header + np.array(page_ids, _PAGE_ID).tobytes())
         return frame
 
     async def _await_read(self, frame: int) -> None:
@@ -243,7 +246,7 @@ class Sending(SocketConnection):
 class _Copy(NamedTuple):
     """What a frame and the receive that it met ask for."""
 
-    source_ids: tuple[int, ...]
+    source_ids: NDArray[np.uint32]  # four bytes a page, where a tuple has 40
     target_ids: Sequence[int]
     copied: asyncio.Future[None]  # and the sender told
 
@@ -261,16 +264,18 @@ class Receiving(SocketConnection):
         threads: ThreadPoolExecutor,
         pages: PeerPages,
         num_pages: int,
-        page_bytes: int,
+        storage: PageStorage,
     ) -> None:
         super().__init__(connection_id, wire)
         self._threads = threads
         self._pages = pages
         self._num_pages = num_pages  # of the sender
-        self._page_bytes = page_bytes
-        self._frames: deque[tuple[int, ...]] = deque()  # source pages
+        self._storage = storage
+        self._frames: deque[NDArray[np.uint32]] = deque()  # source pages
         self._posted: deque[tuple[Sequence[int], asyncio.Future[None]]] = deque()  # target pages
         self._met: deque[_Copy] = deque()
+        self._num_unread_pages = 0  # of all frames that are not acknowledged
+        self._calls: set[Future[None]] = set()  # that copy right now, whoever waits for them
         self._unread: set[asyncio.Future[None]] = set()  # of all receives that have not ended
         self._telling = asyncio.Lock()  # copies take it in their order
         self._reading = asyncio.get_running_loop().create_task(self._read())
@@ -297,8 +302,9 @@ class Receiving(SocketConnection):
     def _copy_what_met(self) -> None:
         while self._frames and self._posted:
             self._met.append(_Copy(self._frames.popleft(), *self._posted.popleft()))
+        page_bytes = self._storage.page_bytes
         while self._met and len(self._copies) < MAX_COPYING:
-            joined = take_joined(self._met, lambda each: len(each.source_ids), self._page_bytes)
+            joined = take_joined(self._met, lambda each: len(each.source_ids), page_bytes)
             copying = asyncio.get_running_loop().create_task(self._copy(joined))
             self._copies.add(copying)
             copying.add_done_callback(self._copied)
@@ -318,14 +324,16 @@ class Receiving(SocketConnection):
                 found, allowed = len(each.source_ids), len(each.target_ids)
                 if found != allowed:
                     raise ConnectionBroken(f"{found} pages arrive, expected {allowed}")
-            source_ids = [page_id for each in joined for page_id in each.source_ids]
+            source_ids = [page_id for each in joined for page_id in each.source_ids.tolist()]
             target_ids = [page_id for each in joined for page_id in each.target_ids]
-            loop = asyncio.get_running_loop()
-            copy = loop.run_in_executor(self._threads, self._pages.copy, source_ids, target_ids)
+            call = self._threads.submit(self._pages.copy, source_ids, target_ids)
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
             async with self._telling:
-                await copy
+                await asyncio.wrap_future(call)
                 self._check_healthy()  # or the number would count the pages of a copy that failed
                 self._num_done += len(joined)
+                self._num_unread_pages -= len(source_ids)
                 await self._wire.send(_READ.pack(self._num_done - 1))
         except Exception as error:
             self._end(error)
@@ -349,13 +357,18 @@ class Receiving(SocketConnection):
 
     async def _stop(self) -> None:
         await super()._stop()
-        closing = asyncio.get_running_loop().run_in_executor(self._threads, self._pages.close)
+        closing = asyncio.get_running_loop().run_in_executor(self._threads, self._close_pages)
         self._threads.shutdown(wait=False)
         try:
             await closing
         except Exception:
             # Nothing writes any more, which is what an abort is for.
             logger.exception("pages_not_unmapped")
+
+    def _close_pages(self) -> None:
+        # Who ends the event loop cancels the tasks that copy, but not their threads.
+        wait(tuple(self._calls))
+        self._pages.close()
 
     async def _leave_wire(self) -> None:
         await asyncio.wait({self._reading})
@@ -366,30 +379,31 @@ class Receiving(SocketConnection):
         num_frames = 0
         try:
             while True:
-                frame = await self._next_frame(num_frames)
+                self._frames.append(await self._next_frame(num_frames))
                 num_frames += 1
-                if num_frames - self._num_done > WINDOW:
-                    raise ConnectionBroken(
-                        f"more than {WINDOW} frames arrived before the first of them was read"
-                    )
-                self._frames.append(frame)
                 self._copy_what_met()
         except Exception as error:
             self._end(error)
         finally:
             self._begin_abort()
 
-    async def _next_frame(self, number: int) -> tuple[int, ...]:
+    async def _next_frame(self, number: int) -> NDArray[np.uint32]:
+        """Return the source pages of a frame; what cannot be is refused before they are taken."""
         magic, frame, count = _FRAME.unpack(await self._wire.receive(_FRAME.size))
-        most = min(self._num_pages, MAX_FRAME_PAGES)
-        if (magic, frame) != (_FRAME_MAGIC, number) or count > most:
+        if (magic, frame) != (_FRAME_MAGIC, number):
             raise ConnectionBroken(
-                f"frame {frame} of {count} pages arrived, expected {number} of at most {most}"
+                f"frame: found {magic!r} {frame}; allowed: {_FRAME_MAGIC!r} {number}"
             )
-        page_ids = struct.unpack(f"!{count}I", await self._wire.receive(count * _PAGE_ID_BYTES))
-        if page_ids and max(page_ids) >= self._num_pages:
+        if number - self._num_done >= WINDOW:
+            raise ConnectionBroken(f"unread frames: found {WINDOW + 1}; allowed: {WINDOW}")
+        most = self._storage.num_pages - self._num_unread_pages
+        if count > most:
+            raise ConnectionBroken(f"pages of frame {frame}: found {count}; allowed: {most}")
+        self._num_unread_pages += count
+        page_ids = np.frombuffer(await self._wire.receive(count * _PAGE_ID.itemsize), _PAGE_ID)
+        if (last := page_ids.max(initial=0)) >= self._num_pages:
             raise ConnectionBroken(
-                f"page {max(page_ids)} is named, and the sender has {self._num_pages}"
+                f"page id of frame {frame}: found {last}; allowed: 0 to {self._num_pages - 1}"
             )
         return page_ids
 

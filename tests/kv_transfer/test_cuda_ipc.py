@@ -5,6 +5,7 @@ import contextlib
 import json
 import struct
 import threading
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -578,6 +579,34 @@ def test_the_end_of_the_event_loop_begins_no_copy() -> None:
     run(scenario)
 
 
+def test_pages_stay_mapped_while_threads_copy_whose_tasks_were_cancelled() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            pages = pair.mapped
+            may_copy = [pages.hold(page) for page in range(2)]
+            sends, receives = post_both(receiving, sending, 2)
+            await until(lambda: len(pages.begun) == 2)
+            for copying in tuple(receiving._copies):
+                copying.cancel()  # as whoever ends the loop does to all its tasks
+            await asyncio.wait(receives, timeout=3)
+
+            abort = asyncio.create_task(receiving.abort())
+            may_copy[1].set()
+            await until(lambda: pages.ended == [1])
+            await asyncio.sleep(0.05)
+            is_closed = pages.is_closed.is_set()
+            may_copy[0].set()
+
+            await abort
+            assert not is_closed
+            assert pages.is_closed.is_set()
+            assert pages.ended == [1, 0]
+            await asyncio.gather(*sends, *receives, return_exceptions=True)
+
+    run(scenario)
+
+
 def test_a_copy_that_fails_breaks_the_connection() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
@@ -761,12 +790,15 @@ def test_connections_that_end_leave_no_thread_and_no_task(end: str) -> None:
 
 
 FRAMES = {
-    "another magic": (struct.pack("!8sQI", b"PWFRAME1", 0, 1), "expected 0"),
-    "another number": (struct.pack("!8sQI", b"PWIPCFR1", 7, 1), "frame 7 .* expected 0"),
-    "more pages than there are": (struct.pack("!8sQI", b"PWIPCFR1", 0, 65), "at most 64"),
+    "another magic": (struct.pack("!8sQI", b"PWFRAME1", 0, 1), "allowed: .*PWIPCFR1"),
+    "another number": (struct.pack("!8sQI", b"PWIPCFR1", 7, 1), "frame: .* 7; allowed: .* 0"),
+    "more pages than there are": (
+        struct.pack("!8sQI", b"PWIPCFR1", 0, 65),
+        "pages of frame 0: found 65; allowed: 64",
+    ),
     "a page that does not exist": (
         struct.pack("!8sQII", b"PWIPCFR1", 0, 1, 64),
-        "page 64 is named, and the sender has 64",
+        "page id of frame 0: found 64; allowed: 0 to 63",
     ),
     "the wrong number of pages": (
         struct.pack("!8sQIII", b"PWIPCFR1", 0, 2, 1, 2),
@@ -809,6 +841,61 @@ def test_more_frames_than_a_receiver_asks_for_break_the_connection() -> None:
             await until(pair.mapped.is_closed.is_set)
             assert receiving.is_broken
             assert pair.mapped.begun == []
+
+    run(scenario)
+
+
+def test_unread_frames_name_no_more_pages_than_the_receiver_has() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            posted = asyncio.create_task(receiving.receive([2], 5.0))
+            held = pair.mapped.hold(1)
+            first = struct.pack("!8sQII", b"PWIPCFR1", 0, 1, 1)  # being copied, so not read
+            second = struct.pack("!8sQI40I", b"PWIPCFR1", 1, 40, *range(40))
+            await sending._wire.send(first + second)
+            await until(lambda: len(receiving._frames) == 1)
+
+            await sending._wire.send(struct.pack("!8sQI", b"PWIPCFR1", 2, 24))  # without its ids
+
+            with pytest.raises(ConnectionBroken, match="pages of frame 2: found 24; allowed: 23"):
+                await posted
+            held.set()
+
+    run(scenario)
+
+
+def test_unread_frames_may_name_all_pages_of_the_receiver_again_and_again() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            chunks = [[page, page + 32] for page in range(32)]
+            for _ in range(3):
+                sends = [asyncio.create_task(sending.send(each, 5.0)) for each in chunks]
+                await until(lambda: sum(map(len, receiving._frames)) == 64)
+                await asyncio.gather(*sends, *(receiving.receive(each, 5.0) for each in chunks))
+            assert (
+                pair.target.export_pages(range(64)) == pair.source.export_pages(range(64))
+            ).all()
+
+    run(scenario)
+
+
+def test_unread_frames_take_four_bytes_a_page() -> None:
+    num_pages = 1 << 16
+
+    async def scenario() -> None:
+        async with a_pair(num_pages=num_pages) as pair:
+            receiving, sending = await pair.connect()
+            frame = struct.pack(f"!8sQI{num_pages}I", b"PWIPCFR1", 0, num_pages, *range(num_pages))
+            tracemalloc.start()
+            try:
+                await sending._wire.send(frame)
+                await until(lambda: bool(receiving._frames))
+                kept, _ = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert kept < 2 * 4 * num_pages
 
     run(scenario)
 
