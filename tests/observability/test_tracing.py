@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -126,6 +127,9 @@ def test_the_last_spans_reach_the_collector_when_a_process_stops():
 
 def test_a_collector_that_is_gone_holds_up_nobody(caplog, monkeypatch):
     monkeypatch.setattr(tracing, "FLUSH_S", 0.5)
+    monkeypatch.setattr(tracing, "EXPORT_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(tracing, "MAX_QUEUED_SPANS", 600)  # two batches, of a second each
+    threads = set(threading.enumerate())
     config = TracingConfig(endpoint="http://127.0.0.1:9/v1/traces")
     configure_tracing(config, service="pagewire-router", instance="router-0")
     began = time.process_time()
@@ -138,6 +142,8 @@ def test_a_collector_that_is_gone_holds_up_nobody(caplog, monkeypatch):
     assert not begin_trace("generate", NO_TRACE).is_traced
     wait_until(lambda: any(record.message == "traces_lost" for record in caplog.records))
     assert all(record.name == "observability.tracing" for record in caplog.records)
+    # Their threads draw from `random`, which Hypothesis takes for a fault of later tests.
+    wait_until(lambda: threads.issuperset(threading.enumerate()))
 
 
 def test_missing_packages_are_named_with_what_installs_them(monkeypatch):
