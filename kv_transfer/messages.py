@@ -16,6 +16,8 @@ Abort may come from either side at any point. See docs/protocol.md.
 
 from dataclasses import dataclass
 
+DIGEST_BYTES = 16
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ticket:
@@ -59,7 +61,8 @@ class ChunkPosted:
 
     ticket: Ticket
     chunk: int
-    digests: tuple[bytes, ...]  # one per page, of the pages as computed
+    # Of the pages as computed, DIGEST_BYTES for each. Not apart: a broken sender's can be millions.
+    digests: bytes
     order: int = 0  # 0, 1, 2 ... among all sends of the connection
 
 

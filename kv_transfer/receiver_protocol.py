@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from kv_transfer.deadlines import Wait, WaitKind
 from kv_transfer.messages import (
+    DIGEST_BYTES,
     Abort,
     ChunkAck,
     ChunkGo,
@@ -69,7 +70,7 @@ class IncomingChunk(NamedTuple):
 
     ready: ChunkReady
     stage: Stage = Stage.ANNOUNCED
-    digests: tuple[bytes, ...] = ()  # from RECEIVING on, if there was one for each page
+    digests: bytes = b""  # as in ChunkPosted; from RECEIVING on, if there was one for each page
 
     @property
     def chunk(self) -> int:
@@ -277,11 +278,12 @@ def _posted(state: ReceiverState, posted: ChunkPosted) -> tuple[ReceiverState, A
     ready = called.ready
     post = PostReceive(posted.chunk, ready.first_page, ready.num_pages, posted.order)
     receiving = called._replace(stage=Stage.RECEIVING)
-    if len(posted.digests) == ready.num_pages:
+    num_digests = len(posted.digests) // DIGEST_BYTES
+    if num_digests == ready.num_pages:
         return _update(state, receiving._replace(digests=posted.digests)), (post,)
-    state = _update(state, receiving)  # without them: a broken sender's can be millions
+    state = _update(state, receiving)  # without them
     detail = (
-        f"digests of chunk {posted.chunk}: found {len(posted.digests)}; "
+        f"digests of chunk {posted.chunk}: found {num_digests}; "
         f"allowed: {ready.num_pages}, one for each page"
     )
     state, failing = _fail(state, FailureKind.VIOLATION, detail)
@@ -315,9 +317,13 @@ def _digested(
     if received is None:
         return state, ()
     ready = received.ready
-    if digests != received.digests:
-        pairs = zip(digests, received.digests, strict=True)
-        wrong = [i for i, (found, told) in enumerate(pairs) if found != told]
+    told = received.digests
+    if b"".join(digests) != told:
+        wrong = [
+            i
+            for i, found in enumerate(digests)
+            if found != told[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]
+        ]
         detail = (
             f"chunk {chunk}: {len(wrong)} of {len(digests)} pages differ from their digests, "
             f"first page {ready.first_page + wrong[0]}"

@@ -254,7 +254,7 @@ def _post_if_due(state: SenderState, outgoing: OutgoingChunk) -> tuple[SenderSta
         return _update(state, outgoing), ()
     # An earlier send may still be posted: its data arrived before its completion was seen here.
     # The connection keeps the order.
-    posted = Send(ChunkPosted(state.ticket, outgoing.chunk, outgoing.digests))
+    posted = Send(ChunkPosted(state.ticket, outgoing.chunk, b"".join(outgoing.digests)))
     state = _update(state, outgoing._replace(stage=Stage.SENDING))
     return state, (PostSend(outgoing.chunk), posted)
 

@@ -5,6 +5,7 @@ Messages from the network are checked here once: lengths, presence, direction.
 
 from kv_transfer.errors import TransferError
 from kv_transfer.messages import (
+    DIGEST_BYTES,
     Abort,
     ChunkAck,
     ChunkGo,
@@ -19,7 +20,6 @@ from kv_transfer.messages import (
 from pagewire.protos import worker_pb2
 
 TRANSFER_ID_BYTES = 16
-DIGEST_BYTES = 16
 MAX_REASON_CHARS = 500
 
 
@@ -67,7 +67,7 @@ def transfer_message_to_proto(message: TransferMessage) -> worker_pb2.TransferMe
             return make(ticket=ticket, chunk_go=worker_pb2.ChunkGo(chunk=chunk))
         case ChunkPosted():
             posted = worker_pb2.ChunkPosted(
-                chunk=message.chunk, digests=b"".join(message.digests), order=message.order
+                chunk=message.chunk, digests=message.digests, order=message.order
             )
             return make(ticket=ticket, chunk_posted=posted)
         case ChunkAck(chunk=chunk):
@@ -104,7 +104,7 @@ def _message(proto: worker_pb2.TransferMessage) -> TransferMessage:
             return ChunkGo(ticket, proto.chunk_go.chunk)
         case "chunk_posted":
             posted = proto.chunk_posted
-            return ChunkPosted(ticket, posted.chunk, _digests(posted.digests), posted.order)
+            return ChunkPosted(ticket, posted.chunk, _checked(posted.digests), posted.order)
         case "chunk_ack":
             return ChunkAck(ticket, proto.chunk_ack.chunk)
         case "abort":
@@ -113,10 +113,10 @@ def _message(proto: worker_pb2.TransferMessage) -> TransferMessage:
             raise TransferError("a transfer message has no kind")
 
 
-def _digests(joined: bytes) -> tuple[bytes, ...]:
-    if not joined or len(joined) % DIGEST_BYTES:
+def _checked(digests: bytes) -> bytes:
+    if not digests or len(digests) % DIGEST_BYTES:
         raise TransferError(
-            f"chunk_posted.digests: found {len(joined)} bytes; "
+            f"chunk_posted.digests: found {len(digests)} bytes; "
             f"allowed: a multiple of {DIGEST_BYTES}, at least {DIGEST_BYTES}"
         )
-    return tuple(joined[i : i + DIGEST_BYTES] for i in range(0, len(joined), DIGEST_BYTES))
+    return digests

@@ -38,7 +38,7 @@ from kv_transfer.protocol import (
     StreamLost,
 )
 
-GOOD, BAD = b"good", b"bad"
+GOOD, BAD = b"good" * 4, b"bad!" * 4
 _SOME_FAILURE = Failure(FailureKind.ABORTED, "")
 _LOST = Failure(FailureKind.BROKEN, "")
 

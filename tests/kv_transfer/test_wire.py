@@ -1,6 +1,7 @@
 """Transfer messages as protobuf."""
 
 import contextlib
+import tracemalloc
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -38,7 +39,7 @@ tickets = st.builds(
     sender_incarnation=u64,
     receiver_incarnation=u64,
 )
-digests = st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=5).map(tuple)
+digests = st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=5).map(b"".join)
 messages = st.one_of(
     st.builds(Granted, tickets),
     st.builds(ChunkReady, tickets, u32, u32, u32, st.booleans()),
@@ -101,6 +102,22 @@ def test_a_message_of_the_wrong_side_is_refused() -> None:
 def test_malformed_messages_are_named(proto: worker_pb2.TransferMessage, complaint: str) -> None:
     with pytest.raises(TransferError, match=complaint):
         sender_message_from_proto(proto)
+
+
+def test_digests_that_nobody_asked_for_take_no_more_memory_than_on_the_wire() -> None:
+    ticket = worker_pb2.TransferTicket(transfer_id=b"x" * 16)
+    posted = worker_pb2.ChunkPosted(digests=b"d" * (16 << 16))
+    proto = worker_pb2.TransferMessage(ticket=ticket, chunk_posted=posted)
+
+    tracemalloc.start()
+    try:
+        message = sender_message_from_proto(proto)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert isinstance(message, ChunkPosted)
+    assert most < 1.1 * len(posted.digests)
 
 
 @given(st.binary(max_size=200))

@@ -55,7 +55,7 @@ def missing_digests_are_not_missed(patch: pytest.MonkeyPatch) -> None:
 
     def takes_any_number(state: Any, message: Any) -> Any:
         if called := receiver._find(state, message.chunk, receiver.Stage.CALLED):
-            first = message.digests[:1] * called.ready.num_pages
+            first = message.digests[:16] * called.ready.num_pages
             message = dataclasses.replace(message, digests=first)
         return posted(state, message)
 

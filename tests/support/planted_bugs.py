@@ -48,4 +48,4 @@ def who_used_it_longest_ago_goes_first(
 @instead_of(kv_transfer.receiver_protocol, "_digested")
 def no_digest_check(right: Right, state: Any, chunk: int, digests: Any) -> Any:
     """What arrives is committed without a look."""
-    return right(state, chunk, state.chunks[0].digests if state.chunks else digests)
+    return right(state, chunk, (state.chunks[0].digests,) if state.chunks else digests)
