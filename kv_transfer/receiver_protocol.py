@@ -52,9 +52,8 @@ MAX_CALLED = 2  # chunks of a transfer that wait for a slot or have one
 
 
 class Stage(enum.Enum):
-    """The stage of a chunk's life."""
+    """The stage of a chunk's life, from its turn on."""
 
-    ANNOUNCED = "announced"
     WAITING = "waiting"
     CALLED = "called"
     RECEIVING = "receiving"
@@ -66,10 +65,10 @@ _CALLED_OR_WAITING = (Stage.WAITING, *_MAYBE_WRITTEN)
 
 
 class IncomingChunk(NamedTuple):
-    """A chunk that is not yet committed."""
+    """A chunk that had its turn, and is not yet committed."""
 
     ready: ChunkReady
-    stage: Stage = Stage.ANNOUNCED
+    stage: Stage = Stage.WAITING
     digests: bytes = b""  # as in ChunkPosted; from RECEIVING on, if there was one for each page
 
     @property
@@ -140,6 +139,7 @@ class ReceiverState(NamedTuple):
     next_page: int  # first page of the chunk that is announced next; at first num_committed
     next_chunk: int = 0
     is_granted: bool = False
+    announced: tuple[ChunkReady, ...] = ()  # in order, behind `chunks`: each event looks at those
     chunks: tuple[IncomingChunk, ...] = ()  # in order; after a failure those that may be written
     is_aborting: bool = False
     is_stuck: bool = False  # abort did not return in time; the pages are lost until it does
@@ -246,7 +246,7 @@ def _announced(state: ReceiverState, ready: ChunkReady) -> tuple[ReceiverState, 
         )
         return _fail(state, FailureKind.VIOLATION, detail)
     state = state._replace(
-        chunks=(*state.chunks, IncomingChunk(ready)),
+        announced=(*state.announced, ready),
         next_chunk=ready.chunk + 1,
         next_page=end,
     )
@@ -254,12 +254,14 @@ def _announced(state: ReceiverState, ready: ChunkReady) -> tuple[ReceiverState, 
 
 
 def _call_next(state: ReceiverState) -> tuple[ReceiverState, Actions]:
-    announced = _first(state, Stage.ANNOUNCED)
     num_called = sum(c.stage in _CALLED_OR_WAITING for c in state.chunks)
-    if announced is None or num_called >= MAX_CALLED:
+    if not state.announced or num_called >= MAX_CALLED:
         return state, ()
-    take = TakeSlot(announced.chunk, announced.ready.num_pages)
-    return _update(state, announced._replace(stage=Stage.WAITING)), (take,)
+    ready = state.announced[0]
+    state = state._replace(
+        announced=state.announced[1:], chunks=(*state.chunks, IncomingChunk(ready))
+    )
+    return state, (TakeSlot(ready.chunk, ready.num_pages),)
 
 
 def _called(state: ReceiverState, chunk: int) -> tuple[ReceiverState, Actions]:
@@ -350,7 +352,7 @@ def _fail(state: ReceiverState, kind: FailureKind, detail: str) -> tuple[Receive
     # Slots first: sending takes time, in which one may come.
     state, actions = _leave(state, (Stage.WAITING,))
     chunks = tuple(c for c in state.chunks if c.stage in _MAYBE_WRITTEN)
-    state = state._replace(failure=Failure(kind, detail), chunks=chunks)
+    state = state._replace(failure=Failure(kind, detail), announced=(), chunks=chunks)
     return state, (*actions, Send(Abort(state.ticket, detail)))
 
 
