@@ -331,7 +331,7 @@ def _digested(
             f"first page {ready.first_page + wrong[0]}"
         )
         return _fail(state, FailureKind.DIGEST, detail)
-    num_committed = ready.first_page + len(digests)
+    num_committed = ready.first_page + ready.num_pages
     state = _remove(state, chunk)._replace(num_committed=num_committed)
     acknowledge = Send(ChunkAck(state.ticket, chunk))
     return state, (Commit(num_committed), acknowledge, *_digest_next(state))

@@ -136,6 +136,7 @@ class Attempt:
         ticket: Ticket = TICKET,
         deadlines: TransferDeadlines = DEADLINES,
         digest_s: float = 0.0,
+        streams: tuple[Stream, Stream] | None = None,  # to the receiver, to the sender
     ) -> None:
         incoming, outgoing = sides
         self.workers = workers
@@ -146,7 +147,7 @@ class Attempt:
         self.compute_s = compute_s
         self.committed: list[int] = []
         self.acked: list[tuple[int, int]] = []
-        self.to_receiver, self.to_sender = Stream(), Stream()
+        self.to_receiver, self.to_sender = streams or (Stream(), Stream())
 
         async def digest(function: Callable[[], Digests]) -> Digests:
             digests = function()
@@ -161,7 +162,7 @@ class Attempt:
             storage=workers.target,
             incoming=incoming,
             send=self.to_sender.send,
-            on_commit=self.committed.append,
+            on_commit=self.on_commit,
             deadlines=deadlines,
             digests=JoinedDigests(workers.target, run_blocking=run_digests),
         )
@@ -170,12 +171,18 @@ class Attempt:
             storage=workers.source,
             outgoing=outgoing,
             send=self.to_receiver.send,
-            on_ack=lambda first, num: self.acked.append((first, num)),
+            on_ack=self.on_ack,
             deadlines=deadlines,
             digests=JoinedDigests(workers.source, run_blocking=run_digests),
         )
         self.to_receiver.deliver = self.receiver.driver.post
         self.to_sender.deliver = self.sender.driver.post
+
+    def on_commit(self, num_pages: int) -> None:
+        self.committed.append(num_pages)
+
+    def on_ack(self, first_page: int, num_pages: int) -> None:
+        self.acked.append((first_page, num_pages))
 
     async def compute(self) -> None:
         """Play the sender's engine."""
