@@ -234,7 +234,7 @@ class Sending(SocketConnection):
             (read,) = _READ.unpack(await self._wire.receive(_READ.size))
             if not self._num_done <= read < self._num_named:
                 raise ConnectionBroken(
-                    f"frame {read} was read, expected {self._num_done} to {self._num_named - 1}"
+                    f"read frame: found {read}; allowed: {self._num_done} to {self._num_named - 1}"
                 )
             self._num_done = read + 1
 
@@ -323,7 +323,7 @@ class Receiving(SocketConnection):
             for each in joined:
                 found, allowed = len(each.source_ids), len(each.target_ids)
                 if found != allowed:
-                    raise ConnectionBroken(f"{found} pages arrive, expected {allowed}")
+                    raise ConnectionBroken(f"pages of a frame: found {found}; allowed: {allowed}")
             source_ids = [page_id for each in joined for page_id in each.source_ids.tolist()]
             target_ids = [page_id for each in joined for page_id in each.target_ids]
             call = self._threads.submit(self._pages.copy, source_ids, target_ids)

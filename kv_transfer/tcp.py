@@ -90,7 +90,7 @@ class TcpConnection(SocketConnection):
             header = _FRAME.unpack(await self._wire.receive(_FRAME.size))
             expected = (_FRAME_MAGIC, self._num_done, len(page_ids), self._storage.page_bytes)
             if header != expected:
-                raise ConnectionBroken(f"frame {header[1:]} arrived, expected {expected[1:]}")
+                raise ConnectionBroken(f"frame: found {header}; allowed: {expected}")
             for some in self._pieces(page_ids):
                 contents: PageBytes = np.empty((len(some), self._storage.page_bytes), np.uint8)
                 await self._wire.receive_into(contents.data.cast("B"))

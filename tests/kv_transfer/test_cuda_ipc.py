@@ -395,7 +395,7 @@ def test_an_acknowledgement_of_other_pages_breaks_the_connection() -> None:
 
             await receiving._wire.send(struct.pack("!Q", 1))
 
-            with pytest.raises(ConnectionBroken, match="frame 1 was read, expected 0 to 0"):
+            with pytest.raises(ConnectionBroken, match="read frame: found 1; allowed: 0 to 0"):
                 await sending.send([1], 5.0)
 
     run(scenario)
@@ -403,7 +403,7 @@ def test_an_acknowledgement_of_other_pages_breaks_the_connection() -> None:
 
 @pytest.mark.parametrize(
     ("read", "message"),
-    [(1, "frame 1 was read, expected 2 to 2"), (3, "frame 3 was read, expected 2 to 2")],
+    [(1, "read frame: found 1; allowed: 2 to 2"), (3, "read frame: found 3; allowed: 2 to 2")],
     ids=["again", "not named"],
 )
 def test_a_later_acknowledgement_of_other_pages_breaks_the_connection(
@@ -802,7 +802,7 @@ FRAMES = {
     ),
     "the wrong number of pages": (
         struct.pack("!8sQIII", b"PWIPCFR1", 0, 2, 1, 2),
-        "2 pages arrive, expected 1",
+        "pages of a frame: found 2; allowed: 1",
     ),
 }
 

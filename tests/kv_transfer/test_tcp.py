@@ -445,7 +445,22 @@ def test_sides_that_disagree_about_the_number_of_pages_break() -> None:
             )
 
             assert isinstance(results[1], ConnectionBroken)
-            assert "frame (0, 3" in str(results[1])
+            assert str(results[1]) == (
+                "frame: found (b'PWFRAME1', 0, 3, 64); allowed: (b'PWFRAME1', 0, 2, 64)"
+            )
+
+    run(scenario)
+
+
+def test_what_is_no_frame_breaks_the_connection_and_is_shown() -> None:
+    async def scenario() -> None:
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+
+            await sending._wire.send(struct.pack("!8sQIQ", b"PWIPCFR1", 0, 1, 64))
+
+            with pytest.raises(ConnectionBroken, match=r"found \(b'PWIPCFR1', .* \(b'PWFRAME1', "):
+                await receiving.receive([1], 5.0)
 
     run(scenario)
 
