@@ -5,7 +5,9 @@ overwrite theirs: a copy that still reads or writes one of them is found.
 """
 
 import asyncio
+import contextlib
 import random
+import struct
 import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from kv_transfer import joining
 from kv_transfer.cuda_ipc import MAX_COPYING, Receiving, Sending
 from kv_transfer.errors import ConnectionBroken
+from kv_transfer.order import WINDOW
 from tests.kv_transfer.ipc_pair import HostPages, Pair, a_pair, ipc_threads
 from tests.kv_transfer.tcp_pair import run
 from tests.support.waiting import until
@@ -251,6 +254,73 @@ def test_no_page_is_reused_under_a_copy(end: str, monkeypatch: pytest.MonkeyPatc
             assert all(side._wire._socket.fileno() == -1 for side in sides), "a socket stayed"
 
     for seed in range(12):
+        try:
+            run(lambda seed=seed: scenario(seed))  # type: ignore[misc]
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+def frame(number: int, page_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"!8sQI{len(page_ids)}I", b"PWIPCFR1", number, len(page_ids), *page_ids)
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """Return what a broken sender sends in place of a frame."""
+    at = rng.randrange(len(data))
+    return rng.choice(
+        [
+            data[:at],
+            data + data,
+            data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :],
+            rng.randbytes(len(data)),
+            data[:16] + struct.pack("!I", rng.choice([0, 64, 65, 2**32 - 1])),
+        ]
+    )
+
+
+def test_no_sequence_of_bytes_is_copied_unless_it_is_frames_or_kept_beyond_its_end() -> None:
+    async def scenario(seed: int) -> None:
+        rng = random.Random(seed)
+        async with a_pair() as pair:
+            num_tasks = len(asyncio.all_tasks())
+            receiving, sending = await pair.connect()
+            contents = pair.source.export_pages(range(64))
+            free = rng.sample(range(64), 64)
+            sizes = [rng.randint(1, 6) for _ in range(60)]
+            named: list[list[int]] = []  # in frames that are right, and before them were no others
+            is_right = True
+            receives: list[tuple[list[int], asyncio.Task[None]]] = []
+            for index in range(rng.randint(1, 60)):
+                if rng.random() < 0.4 and len(free) >= 6:
+                    page_ids = [free.pop() for _ in range(sizes[len(receives)])]
+                    receiving_them = receiving.receive(page_ids, rng.choice([0.02, 0.3]))
+                    receives.append((page_ids, asyncio.create_task(receiving_them)))
+                else:
+                    page_ids = rng.choices(range(64), k=sizes[len(named)])
+                    data = frame(len(named), page_ids)
+                    if seed % 3 and rng.random() < 0.1:
+                        sent, data = data, damaged(data, rng)
+                        is_right = is_right and data == sent
+                    if is_right:
+                        named.append(page_ids)
+                    with contextlib.suppress(OSError):
+                        await sending._wire.send(data)
+                await asyncio.sleep(rng.choice([0, 0, 0.001]))
+                kept = [*receiving._frames, *(each.source_ids for each in receiving._met)]
+                assert sum(map(len, kept)) <= 64, index
+                assert len(receiving._frames) <= WINDOW
+            results = await asyncio.gather(*(each for _, each in receives), return_exceptions=True)
+            for index, ((page_ids, _), result) in enumerate(zip(receives, results, strict=True)):
+                assert result is None or isinstance(result, ConnectionBroken)
+                if result is None and index < len(named):
+                    assert (pair.target.export_pages(page_ids) == contents[named[index]]).all()
+            await receiving.abort()
+            await sending.abort()
+            await until(lambda: len(asyncio.all_tasks()) <= num_tasks + 1)  # one listens
+            await until(lambda: not ipc_threads())
+
+    for seed in range(60):
         try:
             run(lambda seed=seed: scenario(seed))  # type: ignore[misc]
         except BaseException as error:
