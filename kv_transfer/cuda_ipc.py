@@ -226,7 +226,7 @@ class Sending(SocketConnection):
         frame = self._num_named
         self._num_named += 1
         header = _FRAME.pack(_FRAME_MAGIC, frame, len(page_ids))
-        await self._wire.send(header + np.array(page_ids, _PAGE_ID).tobytes())
+        await self._wire.send(header + struct.pack(f"!{len(page_ids)}I", *page_ids))
         return frame
 
     async def _await_read(self, frame: int) -> None:
