@@ -6,7 +6,7 @@ at the client.
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,11 @@ STARTS_FILE = "serving-starts-h200.json"
 KILLS_FILE = "kills-nccl-h100-x2.json"
 MEMORY_FILE = "kills-nccl-memory-h100-x2.json"
 IPC_KILLS_FILE = "kills-ipc-h200-x2.json"  # pages on the way that GPUs of one host choose
+LATER_IPC_KILLS_FILES = (
+    "kills-ipc-survivor-h200-x2.json",
+    "kills-ipc-joined-h200-x2.json",
+    "kills-ipc-before-h200-x2.json",
+)
 POOLS_FILE = "disaggregation-h200.json"
 UNLIMITED_FILE = "itl-unlimited-h200-x2.json"  # chats without pools, steps without a limit
 LIMITED_FILE = POOLS_FILE  # with the limit that ships
@@ -101,10 +106,10 @@ def other_outcomes() -> Iterator[Outcome]:
     yield from _transfers()
     yield _hidden()
     yield from _chats()
-    yield from _kills(IPC_KILLS_FILE, "CUDA IPC")
-    yield _kept_memory(IPC_KILLS_FILE, "CUDA IPC")
-    yield from _kills(KILLS_FILE, "NCCL")
-    yield _kept_memory(MEMORY_FILE, "NCCL")
+    yield from _kills([IPC_KILLS_FILE, *LATER_IPC_KILLS_FILES], "CUDA IPC")
+    yield _kept_memory([IPC_KILLS_FILE, *LATER_IPC_KILLS_FILES], "CUDA IPC")
+    yield from _kills([KILLS_FILE], "NCCL")
+    yield _kept_memory([MEMORY_FILE], "NCCL")
     yield from _relay("relay-32-cores.json")
 
 
@@ -209,40 +214,39 @@ def _outcomes(file: str, figures: Iterable[Figure]) -> Iterator[Outcome]:
         )
 
 
-def _kills(file: str, transport: str) -> Iterator[Outcome]:
-    rows = _rows_of_kills(file)
-    rounds = [each for row in rows.values() for each in row["rounds"]]
+def _kills(files: Sequence[str], transport: str) -> Iterator[Outcome]:
+    rows = [row for _, row in _rows_of_kills(files)]
+    rounds = [each for row in rows for each in row["rounds"]]
     quiet = [each["quiet_ms"] / 1000 for each in rounds if each["quiet_ms"] is not None]
     usable = [(each["usable_ms"] - each["restarted_ms"]) / 1000 for each in rounds]
-    lost = sum(row["lost_requests"] + row["wrong_tokens"] for row in rows.values())
+    lost = sum(row["lost_requests"] + row["wrong_tokens"] for row in rows)
     for what, target, found, unit in (
         ("transfers given up, longest", 2, max(quiet), "s"),
         ("pages move again after the new worker's start, longest", 3, max(usable), "s"),
         ("lost requests and wrong tokens", 0, lost, ""),
     ):
         what = f"{len(rounds)} kills over {transport}: {what}"
-        yield Outcome(what=what, target=target, found=found, unit=unit, file=file)
+        yield Outcome(what=what, target=target, found=found, unit=unit, file=files[0])
 
 
-def _kept_memory(file: str, transport: str) -> Outcome:
+def _kept_memory(files: Sequence[str], transport: str) -> Outcome:
     # Once in each cluster, mostly at its first kill, the survivor keeps what it needs for any
     # connection; the median leaves out the one of these that comes later.
     grew = [
-        each
-        for case, row in _rows_of_kills(file).items()
-        for each in survivor_growth_mib(case, row)[1:]
+        each for case, row in _rows_of_kills(files) for each in survivor_growth_mib(case, row)[1:]
     ]
     return Outcome(
         what=f"{len(grew)} kills over {transport}: the survivor's GPU memory grows by, median",
         target=0,
         found=median(grew),
         unit="MiB",
-        file=file,
+        file=files[0],
     )
 
 
-def _rows_of_kills(file: str) -> dict[str, Row]:
-    return {case: row for case, row in _rows(file).items() if case.startswith("kill/")}
+def _rows_of_kills(files: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    for file in files:
+        yield from (each for each in _rows(file).items() if each[0].startswith("kill/"))
 
 
 def survivor_growth_mib(case: str, row: Row) -> list[int]:
