@@ -41,6 +41,8 @@ class PollingThread:
     def __init__(self, name: str) -> None:
         self._commands: queue.SimpleQueue[_Operation | _Drop | None] = queue.SimpleQueue()
         self._operations: list[_Operation] = []
+        self._lock = threading.Lock()
+        self._has_ended = False  # the thread; it then answers no command
         # A daemon: a thread that hangs inside NCCL must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -49,20 +51,27 @@ class PollingThread:
         """Run an operation; operations of all owners take turns."""
         result: Future[T] = Future()
         result.set_running_or_notify_cancel()  # from now on cancelling the future does nothing
-        self._commands.put(_Operation(owner, steps, result))
+        self._command(_Operation(owner, steps, result))
         return result
 
     def drop(self, owner: object) -> Future[None]:
         """End all operations of an owner; done when the thread is in none of them any more."""
         dropped: Future[None] = Future()
         dropped.set_running_or_notify_cancel()
-        self._commands.put(_Drop(owner, dropped))
+        self._command(_Drop(owner, dropped))
         return dropped
 
     def close(self, timeout_s: float) -> None:
-        """End all operations and the thread."""
+        """End all operations, later ones at once, and the thread."""
         self._commands.put(None)
         self._thread.join(timeout_s)
+
+    def _command(self, command: _Operation | _Drop) -> None:
+        with self._lock:
+            if not self._has_ended:
+                self._commands.put(command)
+                return
+        self._refuse(command)
 
     def _run(self) -> None:
         while self._take_commands():
@@ -72,6 +81,19 @@ class PollingThread:
                 time.sleep(POLL_S)
         for operation in self._operations:
             _end(operation)
+        with self._lock:
+            self._has_ended = True
+        while not self._commands.empty():
+            if command := self._commands.get():
+                self._refuse(command)
+
+    @staticmethod
+    def _refuse(command: _Operation | _Drop) -> None:
+        """Answer a command that comes after the end, when the thread is in no operation."""
+        if isinstance(command, _Operation):
+            _end(command)
+        else:
+            command.dropped.set_result(None)
 
     def _take_commands(self) -> bool:
         while True:
