@@ -1,7 +1,7 @@
 """Converts between the router's values and protobuf, and makes the calls to workers."""
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -71,19 +71,7 @@ _read_numbers = attrgetter(*_NUMBERS)
 _PLAIN_SAMPLING = frozenset({*_NUMBERS, "logprobs", "ignore_eos", "skip_special_tokens"})
 _PART_BYTES = 120  # of memory, of a message or call of a tool without text
 _SHOWN_HASH_BYTES = 4  # of a hash: enough to tell ten prefixes apart
-_STATS = (
-    "decode_cached_tokens",
-    "prefill_cached_tokens",
-    "prefill_computed_tokens",
-    "decode_computed_tokens",
-    "pages_moved",
-    "bytes_moved",
-    "preemptions",
-    "prefill_retries",
-    "resumptions",
-    "queue_ms",
-    "cached_tokens",
-)
+_STATS = tuple(each.name for each in fields(WorkerStats))
 
 
 def watch_members(channel: grpc.aio.Channel) -> Any:
