@@ -7,7 +7,7 @@ from llm_engine.kv_reads import KVReads
 
 @dataclass(slots=True)
 class WorkerTotals:
-    """Totals since the start of this incarnation."""
+    """Totals since the start of this incarnation, named as in WorkerTotals of the contract."""
 
     looked_up_tokens: int = 0  # prompt tokens looked up in the cache
     cached_tokens: int = 0  # of them, those whose pages were found

@@ -1,6 +1,7 @@
 """Converts between messages of protos/ and the values of this package."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from grammars.wire import constraint_from_proto, constraint_to_proto
 from kv_cache.page_pool import PageCounts
@@ -140,37 +141,16 @@ def heartbeat_to_proto(
         queued_tokens=load.queued_tokens,
         draining=load.is_draining,
         stepping=load.is_stepping,
-        pages=inference_pb2.PageCounts(
-            total=pages.total,
-            free=pages.free,
-            live=pages.live,
-            cached=pages.cached,
-            leased=pages.leased,
-            incoming=pages.incoming,
-            quarantine=pages.quarantine,
-        ),
+        pages=inference_pb2.PageCounts(**asdict(pages)),
         totals=inference_pb2.WorkerTotals(
-            looked_up_tokens=totals.looked_up_tokens,
-            cached_tokens=totals.cached_tokens,
-            computed_tokens=totals.computed_tokens,
-            generated_tokens=totals.generated_tokens,
-            pages_moved=totals.pages_moved,
-            bytes_moved=totals.bytes_moved,
-            transfer_failures=totals.transfer_failures,
-            preemptions=totals.preemptions,
-            needed_bytes=totals.needed_bytes,
+            **asdict(totals),
             steps_ahead=load.steps_ahead,
             steps_alone=load.steps_alone,
             attention_needed_bytes=load.reads.needed_bytes,
             attention_read_bytes=load.reads.read_bytes,
             sharing_groups=load.reads.groups,
             sharing_rows=load.reads.grouped_rows,
-            transfer_s=totals.transfer_s,
-            exposed_transfer_s=totals.exposed_transfer_s,
             over_quota_pages=load.num_over_quota,
-            prompt_step_s=totals.prompt_step_s,
-            decode_step_s=totals.decode_step_s,
-            mixed_step_s=totals.mixed_step_s,
         ),
     )
 
