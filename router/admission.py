@@ -93,7 +93,7 @@ class Admission:
         self.max_request_fields = MAX_REQUEST_FIELDS
         self.sampling_defaults = folder.defaults.replaced(config.sampling_defaults)
 
-    def take_place(self, tenant: Tenant, num_answers: int = 1) -> None:
+    def take_place(self, tenant: Tenant, num_answers: int) -> None:
         """Take a place among the active requests, until `leave_place`.
 
         Args:
@@ -126,7 +126,7 @@ class Admission:
         tenant.num_answers += num_answers
         self._idle.clear()
 
-    def leave_place(self, tenant: Tenant, num_answers: int = 1) -> None:
+    def leave_place(self, tenant: Tenant, num_answers: int) -> None:
         """Give back what `take_place` took."""
         self.num_active -= 1
         tenant.num_active -= 1
