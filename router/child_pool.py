@@ -28,7 +28,7 @@ from protos.shares import Room
 from router.child_side import LENGTH_BYTES
 from router.errors import ChildCrash, ChildLimit, Overloaded
 from router.tenants.line import Line
-from router.tenants.tenant import NO_TENANT, TenantRules
+from router.tenants.tenant import TenantRules
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class ChildPool:
             await self.close()  # no process outlives a failure
             raise
 
-    async def ask(self, question: Mapping[str, object], tenant: TenantRules = NO_TENANT) -> Answer:
+    async def ask(self, question: Mapping[str, object], tenant: TenantRules) -> Answer:
         """Return the answer of some child to a question of a tenant.
 
         Raises:

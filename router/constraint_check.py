@@ -16,7 +16,7 @@ from pagewire.protos.call_tasks import mark_seen
 from router.child_pool import Answer, ChildLimits, ChildPool
 from router.errors import ChildCrash, ChildLimit
 from router.request import ServedModel
-from router.tenants.tenant import NO_TENANT, TenantRules
+from router.tenants.tenant import TenantRules
 
 MAX_ANSWER_BYTES = 1 << 16
 CPU_S = 0.7  # of one: a client whose constraint is too large knows within a second
@@ -27,9 +27,7 @@ MAX_KNOWN_BYTES = 4 << 20  # of them all
 class ConstraintChecker(Protocol):
     """Decides whether constraints can be served."""
 
-    async def check(
-        self, constraint: Constraint, model: ServedModel, tenant: TenantRules = NO_TENANT
-    ) -> None:
+    async def check(self, constraint: Constraint, model: ServedModel, tenant: TenantRules) -> None:
         """Return if a worker can compile a constraint of a tenant, else raise.
 
         Raises:
@@ -70,9 +68,7 @@ class ChildChecker:
         self._known: OrderedDict[tuple[str, Constraint], _Trial] = OrderedDict()
         self._num_bytes = 0
 
-    async def check(
-        self, constraint: Constraint, model: ServedModel, tenant: TenantRules = NO_TENANT
-    ) -> None:
+    async def check(self, constraint: Constraint, model: ServedModel, tenant: TenantRules) -> None:
         key = tenant.name, constraint
         trial = self._known.get(key)
         if trial is None:

@@ -8,7 +8,7 @@ from pagewire.protos.call_tasks import mark_seen
 from protos.shares import Room
 from router.errors import Overloaded
 from router.tenants.line import Line
-from router.tenants.tenant import NO_TENANT, TenantRules
+from router.tenants.tenant import TenantRules
 
 T = TypeVar("T")
 
@@ -38,9 +38,7 @@ class OffLoop:
             self._places.put(None)
         self._room = Room(MAX_BYTES)
 
-    async def run(
-        self, function: Callable[[], T], num_bytes: int, tenant: TenantRules = NO_TENANT
-    ) -> T:
+    async def run(self, function: Callable[[], T], num_bytes: int, tenant: TenantRules) -> T:
         """Return the result of a function that works on this many bytes for a tenant.
 
         Raises:

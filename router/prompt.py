@@ -19,7 +19,7 @@ from router.errors import (
 )
 from router.model_folder import ModelFolder
 from router.off_loop import OffLoop
-from router.tenants.tenant import NO_TENANT, TenantRules
+from router.tenants.tenant import TenantRules
 from router.validation import check_packed_token_ids, check_text, quote
 
 T = TypeVar("T")
@@ -151,7 +151,7 @@ class PromptEncoder:
         finish: Callable[[bytes], T],
         *,
         max_chars: int,
-        tenant: TenantRules = NO_TENANT,
+        tenant: TenantRules,
     ) -> tuple[str, T]:
         """Return the text of a prompt, "" for token ids, and the result of `finish` for its tokens.
 

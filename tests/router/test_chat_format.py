@@ -12,6 +12,7 @@ from router.errors import InvalidRequest
 from router.model_folder import ModelFolder
 from router.off_loop import OffLoop
 from router.prompt import Chat, ChatMessage, PromptEncoder, ToolCall
+from router.tenants.tenant import NO_TENANT
 from router.tokenizer import Tokenizer
 from tests.router.tokenizers_for_tests import byte_level
 from tests.support.inline_renderer import InlineRenderer
@@ -59,7 +60,7 @@ def render(template: str, *messages: ChatMessage, tools_json: str = "") -> str:
         off_loop=OffLoop(asyncio.to_thread, retry_delay_s=1.0),
     )
     chat = Chat("prompt.chat", lambda: messages, 0, 0, tools_json)
-    text, _ = asyncio.run(encoder.encode(chat, len, max_chars=2_000))
+    text, _ = asyncio.run(encoder.encode(chat, len, max_chars=2_000, tenant=NO_TENANT))
     return text
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from router import child_pool
 from router.errors import ChildLimit
+from router.tenants.tenant import NO_TENANT
 from tests.router.fake_children import Process, children_that_answer, make_pool
 from tests.support.waiting import until
 
@@ -27,9 +28,9 @@ def test_a_child_that_writes_no_answer_is_replaced(
         await pool.start()
 
         with pytest.raises(ChildLimit, match="no valid answer"):
-            await pool.ask({})
+            await pool.ask({}, NO_TENANT)
 
-        assert await pool.ask({}) == {"text": "good"}
+        assert await pool.ask({}, NO_TENANT) == {"text": "good"}
         await pool.close()
         assert Process.num_running == 0
 
@@ -45,9 +46,9 @@ def test_a_question_that_cannot_be_written_costs_no_child_its_place(
         await pool.start()
 
         with pytest.raises(UnicodeEncodeError):
-            await pool.ask({"text": "\ud800"})
+            await pool.ask({"text": "\ud800"}, NO_TENANT)
 
-        assert await pool.ask({}) == {"text": "good"}
+        assert await pool.ask({}, NO_TENANT) == {"text": "good"}
         await pool.close()
 
     run(scenario)

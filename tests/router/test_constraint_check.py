@@ -16,7 +16,7 @@ from grammars.errors import InvalidConstraint, NoVocabulary
 from router.child_pool import ChildLimits, ChildPool
 from router.constraint_check import ChildChecker
 from router.request import ServedModel
-from router.tenants.tenant import TenantRules
+from router.tenants.tenant import NO_TENANT, TenantRules
 from tests.router.tokenizers_for_tests import byte_level
 from tests.support.grammar_cases import JSON_OBJECT, choice, grammar, json_schema, regex
 from tests.support.wall_clock import assert_within
@@ -70,7 +70,7 @@ def run(scenario: Coroutine[Any, Any, Any]) -> Any:
 
 async def reason(checker: ChildChecker, constraint: Constraint) -> str:
     with pytest.raises(InvalidConstraint) as caught:
-        await checker.check(constraint, MODEL)
+        await checker.check(constraint, MODEL, NO_TENANT)
     return str(caught.value)
 
 
@@ -79,7 +79,7 @@ def test_what_can_be_served_passes_and_what_cannot_is_told(folder: Path) -> None
         async with started(folder, num_children=1) as checker:
             assert not children(), "nobody has asked yet"
             for good in (JSON_OBJECT, choice("a"), regex("[a-z]+"), grammar('root ::= "x"')):
-                await checker.check(good, MODEL)
+                await checker.check(good, MODEL, NO_TENANT)
             assert "look-around" in await reason(checker, regex("(?=a)b"))
             assert "uniqueItems" in await reason(checker, json_schema({"uniqueItems": True}))
             assert "bytes" in await reason(checker, regex("a" * (MAX_BYTES + 1)))
@@ -94,7 +94,7 @@ def test_a_constraint_that_ends_its_process_is_refused_and_the_next_one_is_serve
     async def scenario() -> None:
         async with started(folder, num_children=1) as checker:
             assert "too large to check" in await reason(checker, CHAIN)
-            await checker.check(choice("a"), MODEL)
+            await checker.check(choice("a"), MODEL, NO_TENANT)
 
     run(scenario())
 
@@ -148,12 +148,12 @@ def test_who_asks_for_the_same_at_once_or_again_waits_for_one_answer(
         async with started(folder) as checker:
             async with asyncio.TaskGroup() as group:
                 for _ in range(5):
-                    group.create_task(checker.check(choice("a"), MODEL))
-            await checker.check(choice("a"), MODEL)
+                    group.create_task(checker.check(choice("a"), MODEL, NO_TENANT))
+            await checker.check(choice("a"), MODEL, NO_TENANT)
             for _ in range(2):
                 await reason(checker, regex("(a"))
-            leaving = asyncio.create_task(checker.check(choice("b"), MODEL))
-            staying = asyncio.create_task(checker.check(choice("b"), MODEL))
+            leaving = asyncio.create_task(checker.check(choice("b"), MODEL, NO_TENANT))
+            staying = asyncio.create_task(checker.check(choice("b"), MODEL, NO_TENANT))
             await asyncio.sleep(0)
             leaving.cancel()
             await staying
@@ -168,7 +168,7 @@ def test_a_tokenizer_that_cannot_be_read_is_told_each_time(tmp_path: Path) -> No
         async with started(tmp_path) as checker:
             for text in "ab":
                 with pytest.raises(NoVocabulary, match="cannot be read"):
-                    await checker.check(choice(text), MODEL)
+                    await checker.check(choice(text), MODEL, NO_TENANT)
 
     run(scenario())
 
@@ -185,10 +185,10 @@ def test_the_event_loop_goes_on_while_constraints_are_tried(folder: Path) -> Non
 
     async def scenario() -> float:
         async with started(folder) as checker:
-            await checker.check(choice("a"), MODEL)
+            await checker.check(choice("a"), MODEL, NO_TENANT)
             before = time.thread_time()
             await asyncio.gather(
-                *(checker.check(each, MODEL) for each in hostile), return_exceptions=True
+                *(checker.check(each, MODEL, NO_TENANT) for each in hostile), return_exceptions=True
             )
             return time.thread_time() - before
 

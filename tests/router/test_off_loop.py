@@ -14,6 +14,7 @@ from pagewire.protos.token_ids import pack_token_ids
 from router import off_loop
 from router.errors import Overloaded
 from router.off_loop import MAX_RUNNING, OffLoop
+from router.tenants.tenant import NO_TENANT
 from tests.router.scripted_worker import ScriptedWorker, running_router
 from tests.router.slow_threads import LARGE, Threads
 from tests.support.virtual_time import run_virtual
@@ -123,8 +124,10 @@ def test_callers_that_leave_free_their_places_in_the_queue() -> None:
     async def main() -> None:
         threads = Threads()
         pool = OffLoop(threads, retry_delay_s=0.5)
-        running = [asyncio.create_task(pool.run(lambda: 1, 10)) for _ in range(MAX_RUNNING)]
-        waiting = [asyncio.create_task(pool.run(lambda: 2, 10)) for _ in range(100)]
+        running = [
+            asyncio.create_task(pool.run(lambda: 1, 10, NO_TENANT)) for _ in range(MAX_RUNNING)
+        ]
+        waiting = [asyncio.create_task(pool.run(lambda: 2, 10, NO_TENANT)) for _ in range(100)]
         await asyncio.sleep(0.1)
         for task in (*running, *waiting[:-1]):
             task.cancel()
@@ -144,12 +147,12 @@ def test_prompts_beyond_the_memory_for_waiting_ones_are_refused(
 
     async def main() -> None:
         pool = OffLoop(Threads(), retry_delay_s=0.5)
-        large = asyncio.create_task(pool.run(lambda: "large", 1000))
+        large = asyncio.create_task(pool.run(lambda: "large", 1000, NO_TENANT))
         await asyncio.sleep(0.1)
         with pytest.raises(Overloaded):
-            await pool.run(lambda: "small", 1)
+            await pool.run(lambda: "small", 1, NO_TENANT)
         assert await large == "large", "alone, any size is taken"
-        assert await pool.run(lambda: "small", 1) == "small"
+        assert await pool.run(lambda: "small", 1, NO_TENANT) == "small"
 
     run_virtual(main())
 

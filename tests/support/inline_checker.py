@@ -6,7 +6,7 @@ from grammars.constraint import Constraint
 from grammars.matcher import Grammar, Vocabulary
 from grammars.vocabulary import read_vocabulary
 from router.request import ServedModel
-from router.tenants.tenant import NO_TENANT, TenantRules
+from router.tenants.tenant import TenantRules
 
 
 class InlineChecker:
@@ -15,9 +15,7 @@ class InlineChecker:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    async def check(
-        self, constraint: Constraint, model: ServedModel, tenant: TenantRules = NO_TENANT
-    ) -> None:
+    async def check(self, constraint: Constraint, model: ServedModel, tenant: TenantRules) -> None:
         tokens = read_vocabulary(self._folder, model.vocab_size)
         Grammar(constraint, Vocabulary(tokens, model.eos_token_ids))
 
