@@ -6,9 +6,8 @@ from cluster.errors import ConfigError
 from llm_engine.errors import EngineError
 from llm_engine.kernel_shapes import check_kernel_shapes
 from llm_engine.model_files import ModelFiles, open_model
+from router.config import MAX_PROMPT_CHARS
 from router.errors import ChatTemplateError, ModelFolderError
-
-MAX_PROMPT_CHARS = 1_000_000  # of a rendering for trial
 
 
 def check_model_files(model: Path) -> ModelFiles:

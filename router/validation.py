@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from grammars.constraint import MAX_BYTES, MAX_CHOICES, Constraint, ConstraintKind
+from pagewire.chat_arguments import MAX_MESSAGES
 from pagewire.protos.token_ids import TOKEN_BYTES
 from protos.sampling_limits import MAX_LOGPROBS, MAX_SEED, MAX_STOP_TOKENS, RANGES
 from router.errors import InvalidRequest, PromptTooLong, UnknownModel
@@ -18,7 +19,6 @@ from router.resumption import Resumption
 MAX_STOP_STRINGS = 16
 _PACKED = np.dtype("<u4")
 MAX_STOP_CHARS = 1024
-MAX_MESSAGES = 10_000
 MAX_REQUEST_FIELDS = 10 * MAX_MESSAGES  # with their messages; nine make one with a call of a tool
 
 
