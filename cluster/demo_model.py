@@ -92,7 +92,7 @@ def write_demo_model(folder: Path) -> None:
     _write_json(folder / "tokenizer_config.json", _tokenizer_config())
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     _write_json(folder / "config.json", _model_config(tokenizer))
-    _write_json(folder / "generation_config.json", _generation_config(tokenizer))
+    _write_json(folder / "generation_config.json", _end_tokens(tokenizer))
     _write_weights(folder / "model.safetensors", build_weights(tokenizer))
 
 
@@ -194,10 +194,6 @@ def _model_config(tokenizer: Tokenizer) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         **_end_tokens(tokenizer),
     }
-
-
-def _generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    return _end_tokens(tokenizer)
 
 
 def _end_tokens(tokenizer: Tokenizer) -> dict[str, Any]:
