@@ -24,7 +24,6 @@ from router.resumption import Begun, ResumeTokens, Resumption
 from router.tenants.account import Account
 from router.tenants.tenant import Tenant, TenantRules
 from router.validation import (
-    MAX_REQUEST_FIELDS,
     check_model,
     check_packed_token_ids,
     check_prompt,
@@ -90,7 +89,6 @@ class Admission:
         self.tool_call_format: ToolCallFormat | None = tool_call_format(template)
         self.has_reasoning = has_reasoning(template)
         self.max_request_bytes = config.max_request_bytes
-        self.max_request_fields = MAX_REQUEST_FIELDS
         self.sampling_defaults = folder.defaults.replaced(config.sampling_defaults)
 
     def take_place(self, tenant: Tenant, num_answers: int) -> None:

@@ -28,6 +28,7 @@ from router.statuses import status_of
 from router.tenants.account import Account
 from router.tenants.gate import current_tenant
 from router.tenants.tenant import Tenant
+from router.validation import MAX_REQUEST_FIELDS
 from router.worker_registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             tool_call_format=self._admission.tool_call_format,
             has_reasoning=self._admission.has_reasoning,
             max_request_bytes=self._admission.max_request_bytes,
-            max_request_fields=self._admission.max_request_fields,
+            max_request_fields=MAX_REQUEST_FIELDS,
             sampling_defaults=self._admission.sampling_defaults,
         )
         return inference_pb2.ListModelsResponse(models=[model], tenant=tenant.name)
