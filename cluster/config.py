@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cluster.pool_config import SECTION as POOLS
-from cluster.pool_config import PoolConfig, pool_key, pool_problems
+from cluster.pool_config import PoolConfig, pool_key, pool_problems, role_of
 from credentials.config import FrontTlsConfig, TlsConfig, TlsSettings
 from decode_worker.config import DecodeConfig
 from http_gateway.config import GatewayConfig
@@ -265,7 +265,7 @@ class ClusterConfig:
     def num_workers(self, role: str) -> int:
         """Return how many workers of a role there are at the start, in all pools."""
         pools = self.workers_of_pools.items()
-        return sum(number for key, number in pools if key.partition("-")[0] == role)
+        return sum(number for key, number in pools if role_of(key) == role)
 
     @property
     def free_ports(self) -> FreePorts:

@@ -23,10 +23,9 @@ from cluster.errors import StartError
 from cluster.groups import closed_hosts, inside
 from cluster.next_start import next_start
 from cluster.places import Amounts, Node, Place
-from cluster.pool_config import pool_of
+from cluster.pool_config import pool_of, role_of
 from cluster.ray_actors import NAMESPACE
 from cluster.router_settings import router_settings
-from cluster.scaling import role_of
 from credentials.config import TlsSettings
 from decode_worker.actor import DecodeActor
 from decode_worker.config import DecodeConfig

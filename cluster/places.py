@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.assignment import Room, Wish, assign
 from cluster.errors import PlacementError
-from cluster.scaling import role_of
+from cluster.pool_config import role_of
 from options.kept_by_name import kept_by_name
 
 Node = Mapping[str, Any]  # as ray.nodes() describes it

@@ -7,13 +7,14 @@ one of these roles. The workers of a pool named `small` are decode-small-0, deco
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from options.kept_by_name import kept_by_name
 from options.option import OptionName, WrongOption, check_options, option
+from router.membership import PoolName
 
 # And the names of their first pools.
-ROLES: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
+ROLES: tuple[PoolName, ...] = ("prefill", "decode")
 SECTION = "pools"
 NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 ACCEPTED_NAME = "a lower-case letter, then at most 31 lower-case letters, digits and underscores"
@@ -99,6 +100,11 @@ class PoolConfig:
 def pool_of(worker_id: str) -> str:
     """Return the key of the pool of a worker, by its name alone; see pool_key."""
     return worker_id.rpartition("-")[0]
+
+
+def role_of(name: str) -> PoolName:
+    """Return the role of a worker or of a pool, by its name or key alone."""
+    return "prefill" if name.startswith("prefill") else "decode"
 
 
 def pool_key(name: str, pool: PoolConfig) -> str:

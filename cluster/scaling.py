@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from cluster.config import ClusterConfig
 from cluster.errors import ConfigError
-from cluster.pool_config import MOST_WORKERS, NAME, ROLES, pool_key, pool_of
+from cluster.pool_config import MOST_WORKERS, NAME, ROLES, pool_key, pool_of, role_of
 from cluster.port_need import check_port_ranges
 from options.kept_by_name import kept_by_name
-from router.membership import PoolName
 
 WORKER = re.compile(rf"({'|'.join(ROLES)})(-{NAME.pattern})?-\d+")
 
@@ -78,11 +77,6 @@ def worker_ids(pools: Mapping[str, int]) -> list[str]:
         pools: Key of a pool |-> number of its workers, in the order of the names.
     """
     return [f"{pool}-{index}" for pool, number in pools.items() for index in range(number)]
-
-
-def role_of(name: str) -> PoolName:
-    """Return the role of a worker or of a pool, by its name or key alone."""
-    return "prefill" if name.startswith("prefill") else "decode"
 
 
 def is_worker(name: str) -> bool:

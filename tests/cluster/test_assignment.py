@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster import assignment
 from cluster.assignment import Room, Wish, assign
-from cluster.scaling import role_of
+from cluster.pool_config import role_of
 
 
 def gpus(*numbers):

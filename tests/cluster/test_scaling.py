@@ -5,7 +5,7 @@ import pytest
 from cluster.config_file import load_config
 from cluster.deployment import check_same
 from cluster.errors import ConfigError
-from cluster.pool_config import pool_of
+from cluster.pool_config import pool_of, role_of
 from cluster.scaling import (
     ClusterWorkers,
     ScalePlan,
@@ -14,7 +14,6 @@ from cluster.scaling import (
     is_worker,
     plan_move,
     plan_scale,
-    role_of,
     told_counts,
     worker_ids,
 )
