@@ -22,12 +22,13 @@ from typing import Any, TypeVar
 import ray
 
 from cluster.certificates import own_authority
-from cluster.config import LOOPBACK, ClusterConfig
+from cluster.config import ClusterConfig
 from cluster.deployment import Deployment
 from cluster.errors import ConfigError, StartError, Stopping
 from cluster.groups import group_of, look_at_groups, remove_groups, reserve
 from cluster.membership import HEARD_S, Membership
 from cluster.next_start import NextStart
+from cluster.own_address import own_address
 from cluster.placement import (
     FIRST_GATEWAY,
     GATEWAY_NAME,
@@ -73,7 +74,6 @@ from observability.actor import has_come_back
 from observability.last_line import last_line
 from observability.logs import configure_logging, fields
 from observability.serving_process import CLOSE_TIMEOUT_S
-from options.interfaces import address_on
 from options.kept_by_name import kept_by_name
 from router.membership import PoolName, WorkerMember
 
@@ -710,20 +710,6 @@ async def _end_gateway(gateway: str, grace_s: float) -> None:
     except (ray.exceptions.RayError, TimeoutError) as error:
         log.warning("retire_failed", extra=fields(name=gateway, error=last_line(error)))
     ray.kill(actor, no_restart=True)
-
-
-def own_address(config: ClusterConfig) -> str:
-    """Return the address at which other hosts of the cluster reach this one.
-
-    Raises:
-        NoAddress: There is none on network_interface.
-    """
-    if config.network_interface:
-        return address_on(config.network_interface)
-    if not config.ray_address:
-        return LOOPBACK
-    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    return address
 
 
 def _now() -> float:

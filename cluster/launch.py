@@ -20,7 +20,7 @@ import ray
 from cluster.attach import AT_ONCE_S, ask_starting, attach_ray, named_actors
 from cluster.certificates import check_links, own_client, with_absolute_files
 from cluster.config import ClusterConfig
-from cluster.controller import ClusterFacts, ControllerActor, own_address
+from cluster.controller import ClusterFacts, ControllerActor
 from cluster.deployment import Deployment, secret_of
 from cluster.descendants import killing_those_asked
 from cluster.environment import forwarded_environment, inherited_by_processes
@@ -29,6 +29,7 @@ from cluster.groups import look_at_groups, remove_groups, reserve
 from cluster.host_memory import read_host_memory
 from cluster.local_ray import LocalRay
 from cluster.model_folder import check_model_files
+from cluster.own_address import own_address
 from cluster.placement import (
     CONTROL_GROUP,
     CONTROLLER_NAME,

@@ -1,12 +1,28 @@
-"""Resolves options that name a network interface on the host where a command runs."""
+"""The addresses of this host, as the options that name a network interface determine them."""
 
 import os
 from dataclasses import replace
 
-from cluster.config import ClusterConfig
+from cluster.config import LOOPBACK, ClusterConfig
 from cluster.environment import NCCL_VARIABLE
 from cluster.errors import ConfigError
 from options.interfaces import NoAddress, address_on
+
+
+def own_address(config: ClusterConfig) -> str:
+    """Return the address at which other hosts of the cluster reach this one, which is in its Ray.
+
+    Raises:
+        NoAddress: There is none on network_interface.
+    """
+    if config.network_interface:
+        return address_on(config.network_interface)
+    if not config.ray_address:
+        return LOOPBACK
+    import ray  # takes a second, and what refuses a start does without
+
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address
 
 
 def with_own_host(config: ClusterConfig) -> ClusterConfig:
