@@ -125,7 +125,7 @@ def place_worker(deployment: Deployment, worker_id: str, where: Place) -> Any:
     start = WorkerStart(
         settings=_settings(deployment, worker_id),
         config=replace(
-            _of_worker(config, worker_id),
+            _config_of(config, worker_id),
             transfer_deadlines=config.transfer,
             hash_key=deployment.secret.page_hash_key,
         ),
@@ -268,7 +268,7 @@ def host_options(config: ClusterConfig, device: str) -> HostOptions:
     )
 
 
-def _of_worker(config: ClusterConfig, worker_id: str) -> PrefillConfig | DecodeConfig:
+def _config_of(config: ClusterConfig, worker_id: str) -> PrefillConfig | DecodeConfig:
     """Return the limits of a worker, with its pool's overrides."""
     own = config.pool(pool_of(worker_id)).max_step_tokens
     changes: dict[str, Any] = {} if own is None else {"max_step_tokens": own}
@@ -290,7 +290,7 @@ def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
         dtype=config.dtype,
         deterministic=config.deterministic,
         num_seats=config.decode_worker.max_running_sequences if is_decode else 0,
-        max_step_tokens=_of_worker(config, worker_id).max_step_tokens,
+        max_step_tokens=_config_of(config, worker_id).max_step_tokens,
         page_size=config.page_size,
         num_pages=own.num_pages,
         gpu_memory_fraction=own.gpu_memory_fraction,

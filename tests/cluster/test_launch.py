@@ -24,7 +24,7 @@ from cluster.placement import (
     CONTROLLER_NAME,
     FIRST_GATEWAY,
     ROUTER_NAME,
-    _of_worker,
+    _config_of,
     _resources,
     _settings,
     needs_of,
@@ -172,7 +172,7 @@ def test_what_a_pool_has_otherwise_reaches_its_workers_and_no_others():
             (own.num_pages, own.gpu_memory_fraction, own.cpu_pages_bytes, own.num_seats),
             own.max_step_tokens,
         )
-        assert _of_worker(started.config, name).max_step_tokens == own.max_step_tokens
+        assert _config_of(started.config, name).max_step_tokens == own.max_step_tokens
 
     assert found == {
         "prefill-0": ({"GPU": 1.0}, (0, 0.85, 256 * 2**20, 0), 300),
