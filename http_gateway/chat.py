@@ -9,10 +9,11 @@ from typing import Any
 from http_gateway.answer_text import SPECIAL_MARKERS, AnswerText
 from http_gateway.exchange import Exchange
 from http_gateway.fields import Fields, Unsupported
-from http_gateway.generation import FINISH_REASONS, Counts, Generation
+from http_gateway.generation import FINISH_REASONS, Generation, usage_json
 from http_gateway.messages import Tools, chat_field, read_messages, take_tools
 from http_gateway.parts import CallArguments, CallBegins, Content, Part, Reasoning
 from http_gateway.sampling import field_name, take_sampling
+from http_gateway.shared_fields import StreamOptions, drop_without_effect, take_stream_options
 from http_gateway.sse import DONE, Chunks, compact, quoted
 from http_gateway.token_texts import TokenTexts, chat_logprobs, drawn_tokens
 from http_gateway.wire import RouterLink
@@ -37,22 +38,6 @@ UNSUPPORTED = {
     "verbosity": Unsupported("the model decides"),
     "web_search_options": Unsupported("there is no web search"),
 }
-# They help OpenAI to bill, to cache, or to find abuse.
-WITHOUT_EFFECT = (
-    "user",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StreamOptions:
-    """How an answer is delivered."""
-
-    is_stream: bool
-    has_usage: bool  # in the stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,31 +66,6 @@ class _Choice:
     calls: list[tuple[str, str, list[str]]] = field(default_factory=list)  # id, name, arguments
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
-
-
-def drop_without_effect(fields: Fields) -> dict[str, str]:
-    """Take the fields without effect; return the metadata, which some answers repeat."""
-    fields.drop(*WITHOUT_EFFECT)
-    return fields.texts("metadata")
-
-
-def take_stream_options(fields: Fields) -> StreamOptions:
-    """Take the fields for the delivery of an answer."""
-    is_stream, options = take_stream(fields)
-    has_usage = options.flag("include_usage")
-    options.refuse_others()
-    return StreamOptions(is_stream=is_stream, has_usage=has_usage)
-
-
-def take_stream(fields: Fields) -> tuple[bool, Fields]:
-    """Return whether an answer is streamed, and the stream options that not all endpoints have."""
-    is_stream, is_given = fields.flag("stream"), fields.has("stream_options")
-    options = fields.object("stream_options")
-    if options.flag("include_obfuscation"):
-        raise options.refused("include_obfuscation", "true", "false: nothing is padded")
-    if is_given and not is_stream:
-        raise fields.refused("stream_options", "options", "absent where stream is not true")
-    return is_stream, options
 
 
 def parse_chat(body: dict[str, Any], model: Model, names: dict[str, str]) -> ChatRequest:
@@ -293,16 +253,6 @@ class _ChatAnswer:
             count = sum(each.reader.num_reasoning_tokens for each in self._choices.values())
             usage["completion_tokens_details"] = {"reasoning_tokens": count}
         return usage
-
-
-def usage_json(counts: Counts) -> dict[str, Any]:
-    """Return the usage of a completion."""
-    return {
-        "prompt_tokens": counts.prompt_tokens,
-        "completion_tokens": counts.completion_tokens,
-        "total_tokens": counts.prompt_tokens + counts.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
-    }
 
 
 def _delta(index: int, delta: str, logprobs: str = "null", finish: str = "null") -> str:

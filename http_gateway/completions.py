@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from http_gateway.chat import StreamOptions, drop_without_effect, take_stream_options, usage_json
 from http_gateway.config import GatewayConfig
 from http_gateway.errors import refused
 from http_gateway.exchange import Exchange
 from http_gateway.fields import Fields, Unsupported, shown_json
-from http_gateway.generation import FINISH_REASONS, Generation
+from http_gateway.generation import FINISH_REASONS, Generation, usage_json
 from http_gateway.messages import check_count
 from http_gateway.sampling import field_name, take_sampling
+from http_gateway.shared_fields import StreamOptions, drop_without_effect, take_stream_options
 from http_gateway.sse import DONE, Chunks, compact, quoted
 from http_gateway.token_texts import TokenTexts, completion_logprobs, drawn_tokens
 from http_gateway.wire import RouterLink

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from http_gateway.answers import Answers, Message
 from http_gateway.exchange import Exchange
@@ -24,6 +25,16 @@ class Counts:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+
+
+def usage_json(counts: Counts) -> dict[str, Any]:
+    """Return the usage of a completion."""
+    return {
+        "prompt_tokens": counts.prompt_tokens,
+        "completion_tokens": counts.completion_tokens,
+        "total_tokens": counts.prompt_tokens + counts.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
+    }
 
 
 class Generation:

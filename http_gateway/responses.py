@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from http_gateway.answer_text import SPECIAL_MARKERS, AnswerText
-from http_gateway.chat import drop_without_effect, take_stream
 from http_gateway.constraints import take_text_format
 from http_gateway.errors import refused
 from http_gateway.exchange import Exchange
@@ -17,6 +16,7 @@ from http_gateway.messages import chat_field, take_tools
 from http_gateway.response_events import ResponseBuilder
 from http_gateway.response_input import input_messages
 from http_gateway.sampling import field_name, take_sampling
+from http_gateway.shared_fields import drop_without_effect, take_stream
 from http_gateway.token_texts import TokenTexts, chat_logprobs, drawn_tokens
 from http_gateway.wire import RouterLink
 from pagewire import Constraint, Model
