@@ -102,14 +102,7 @@ class WorkerProcess:
         executor = ThreadExecutor(engine, max_call_s=self._config.max_step_s)
         incarnation = secrets.randbits(63) + 1  # 0 means none
         credentials = ClusterCredentials(self._keys, incarnation)
-        server = rpc_server(
-            interceptors=[ServerGate(credentials), peer_guard(MAX_OPEN_CALLS)],
-            options=WORKER_SERVER_OPTIONS,
-        )
-        port = settings.ports.listen(
-            settings.host,
-            lambda port: self.links.door.add_port(server, settings.host, port),
-        )
+        server, port = self._listen(credentials)
         identity = WorkerIdentity(
             worker_id=settings.worker_id,
             incarnation=incarnation,
@@ -185,6 +178,16 @@ class WorkerProcess:
         if self._metrics:
             await asyncio.to_thread(self._metrics.close)
         await asyncio.to_thread(stop_tracing)
+
+    def _listen(self, credentials: ClusterCredentials) -> tuple[grpc.aio.Server, int]:
+        """Return a server without services, and the port on which it will serve."""
+        server = rpc_server(
+            interceptors=[ServerGate(credentials), peer_guard(MAX_OPEN_CALLS)],
+            options=WORKER_SERVER_OPTIONS,
+        )
+        host = self._settings.host
+        add_port = partial(self.links.door.add_port, server, host)
+        return server, self._settings.ports.listen(host, add_port)
 
     def _serve_metrics(self, worker: WorkerHost, ports: FreePorts) -> MetricsServer:
         """Serve the worker's metrics behind the same door as its calls."""
