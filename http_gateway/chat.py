@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from http_gateway.answer_text import SPECIAL_MARKERS, AnswerText
+from http_gateway.answer_text import AnswerText
 from http_gateway.exchange import Exchange
 from http_gateway.fields import Fields, Unsupported
 from http_gateway.generation import FINISH_REASONS, Generation, usage_json
@@ -89,8 +89,6 @@ def parse_chat(body: dict[str, Any], model: Model, names: dict[str, str]) -> Cha
     if has_logprobs:
         options["logprobs"], names["logprobs"] = top_logprobs, "top_logprobs"
     tools.hold(options, names, model, is_parallel=is_parallel)
-    if tools.shown and model.tool_call_format in SPECIAL_MARKERS:
-        options["skip_special_tokens"] = False
     return ChatRequest(
         call=chat_request(messages, tools.shown, model_name, options),
         delivery=delivery,

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from http_gateway.answer_text import SPECIAL_MARKERS
 from http_gateway.errors import refused
 from http_gateway.fields import Fields, Unsupported, as_object, shown_json, shown_text
 from pagewire import Model, SamplingOptions, forced_calls
@@ -68,7 +69,7 @@ class Tools:
     def hold(
         self, options: SamplingOptions, names: dict[str, str], model: Model, *, is_parallel: bool
     ) -> None:
-        """Constrain the answer to the calls that it must be.
+        """Constrain the answer to the calls that it must be, and keep the markers of calls in it.
 
         Raises:
             HttpError: It has another constraint: calls need their own.
@@ -81,6 +82,8 @@ class Tools:
             options["constraint"] = forced_calls(
                 model, self.shown, function=self.only, is_parallel=is_parallel
             )
+        if self.shown and model.tool_call_format in SPECIAL_MARKERS:
+            options["skip_special_tokens"] = False
 
 
 def take_tools(fields: Fields, model: Model, *, is_flat: bool = False) -> Tools:

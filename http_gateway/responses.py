@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from http_gateway.answer_text import SPECIAL_MARKERS, AnswerText
+from http_gateway.answer_text import AnswerText
 from http_gateway.constraints import take_text_format
 from http_gateway.errors import refused
 from http_gateway.exchange import Exchange
@@ -97,8 +97,6 @@ def parse_response(body: dict[str, Any], model: Model, names: dict[str, str]) ->
     tools.hold(options, names, model, is_parallel=is_parallel)
     if has_logprobs:
         options["logprobs"] = top_logprobs
-    if tools.shown and model.tool_call_format in SPECIAL_MARKERS:
-        options["skip_special_tokens"] = False
     return ResponseRequest(
         call=chat_request(messages, tools.shown, model_name, options),
         is_stream=is_stream,
