@@ -108,7 +108,6 @@ async def get_info(channel: grpc.aio.Channel, timeout_s: float) -> WorkerInfo:
     request = worker_pb2.GetInfoRequest()
     info = await _worker_service(channel).GetInfo(request, timeout=timeout_s)
     return WorkerInfo(
-        worker_id=info.worker.worker_id,
         incarnation=info.worker.incarnation,
         contract_version=info.worker.contract_version,
         pool=_POOLS.get(info.pool),

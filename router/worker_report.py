@@ -10,7 +10,6 @@ from router.request import ServedModel
 class WorkerInfo:
     """A worker's answer to GetInfo."""
 
-    worker_id: str
     incarnation: int
     contract_version: int  # 0: it stated none
     pool: PoolName | None  # None: it did not say
