@@ -11,6 +11,8 @@ from typing import Any
 
 from grammars.constraint import Constraint, ConstraintKind
 from grammars.errors import InvalidConstraint, NoVocabulary
+from grammars.matcher import Grammar, Vocabulary
+from grammars.vocabulary import read_vocabulary
 from router.child_side import Answer, Work, serve
 
 # Less than a worker's thread has: a constraint too deep for a worker ends this process first.
@@ -24,9 +26,6 @@ def main() -> None:
 
 
 def _make_work(settings: Any) -> tuple[Callable[[], Answer], Work]:
-    from grammars.matcher import Grammar, Vocabulary
-    from grammars.vocabulary import read_vocabulary
-
     try:
         tokens = read_vocabulary(Path(settings["folder"]), settings["vocab_size"])
     except NoVocabulary as error:
