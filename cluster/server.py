@@ -9,8 +9,7 @@ from contextlib import suppress
 import grpc
 
 from credentials.cluster import ClusterCredentials
-from credentials.config import TlsSettings
-from credentials.door import ClusterLinks, Door
+from credentials.door import Door
 from credentials.gate import ServerGate
 from credentials.rules import CONTROLLER_CALLERS
 from credentials.secret import PartyKeys
@@ -40,7 +39,7 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
     Args:
         keys: Prove the controller's identity.
         host, port: Where routers connect; port 0 takes one of `ports`.
-        door: TLS of its port; None: in clear, for this host.
+        door: TLS of its port.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
         keys: PartyKeys,
         host: str,
         port: int,
-        door: Door | None = None,
+        door: Door,
         *,
         ports: FreePorts = ANY_PORT,
     ) -> None:
@@ -56,7 +55,7 @@ class MemberServer(controller_pb2_grpc.ControllerServiceServicer):
         self._host = host
         self._port = port
         self._ports = ports
-        self._door = door or ClusterLinks(TlsSettings()).door
+        self._door = door
         self._server: grpc.aio.Server | None = None
         self._message = controller_pb2.WatchMembersResponse(version=1)
         self._published = asyncio.Event()

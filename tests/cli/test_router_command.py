@@ -21,6 +21,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cli.router_commands import ROUTERS_NAME
 from cluster.server import MemberServer
+from credentials.config import TlsSettings
+from credentials.door import ClusterLinks
 from credentials.gate import ServerGate
 from credentials.key_file import read_router_keys, write_router_keys
 from credentials.party import CONTROLLER_NAME
@@ -102,7 +104,8 @@ async def controller_and_worker(
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
     worker_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
     await server.start()
-    controller = MemberServer(SECRET.keys_of("controller", CONTROLLER_NAME), "127.0.0.1", port)
+    keys, door = SECRET.keys_of("controller", CONTROLLER_NAME), ClusterLinks(TlsSettings()).door
+    controller = MemberServer(keys, "127.0.0.1", port, door)
     address = await controller.start()
     controller.publish([replace(worker.member, address=f"127.0.0.1:{worker_port}")])
     try:

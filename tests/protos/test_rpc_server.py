@@ -11,6 +11,8 @@ from grpc._cython import cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster.server import MemberServer
+from credentials.config import TlsSettings
+from credentials.door import ClusterLinks
 from protos.rpc_server import rpc_server
 from router.config import RouterConfig
 from router.front import make_server
@@ -86,7 +88,8 @@ def test_no_stranger_ends_a_router() -> None:
 
 def test_no_stranger_ends_a_controller() -> None:
     async def main() -> None:
-        server = MemberServer(SECRET.keys_of("controller", "controller"), "127.0.0.1", 0)
+        keys, door = SECRET.keys_of("controller", "controller"), ClusterLinks(TlsSettings()).door
+        server = MemberServer(keys, "127.0.0.1", 0, door)
         address = await server.start()
         for _ in range(2):
             assert b"Method not found!" in await raw_call(address, UNREADABLE)
