@@ -123,7 +123,7 @@ def plan_scale(
         least = 0 if is_without or len(of_role) > len(found) else 1
         most = 0 if is_without else MOST_WORKERS
         if not least <= number <= most:
-            has_reason = is_without or number < least == 1
+            has_reason = is_without or (least == 1 and number < 1)
             because = f", because {_reason(role, of_role)}" if has_reason else ""
             raise ConfigError(
                 f"{_flag(pool)}: found {number}; allowed: {_range(least, most)}{because}"
