@@ -29,7 +29,7 @@ from cluster.launch import (
     starting,
     weights_read_ahead,
 )
-from cluster.local_head import LocalHead, find_head, head_log, remove_head_left_behind
+from cluster.local_head import ERROR, LocalHead, find_head, head_log, remove_head_left_behind
 from cluster.local_ray import is_alive
 from cluster.placement import has_own_gpus, variables_of_workers
 from cluster.preflight import check_start
@@ -142,7 +142,7 @@ def _start_head(config: ClusterConfig, device: str, check: Callable[[], None]) -
             check()
             if process.poll() is not None:
                 said = log_path.read_text(encoding="utf-8", errors="replace").strip()
-                reason = said.rpartition("\n")[2].removeprefix("error: ")
+                reason = said.rpartition("\n")[2].removeprefix(ERROR)
                 raise StartError(reason or f"Ray did not start; see {log_path}")
             if time.monotonic() >= deadline:
                 raise StartError(f"Ray did not start within {HEAD_TIMEOUT_S:.0f} s; see {log_path}")

@@ -10,8 +10,8 @@ import typer
 
 from cluster.certificates import own_client
 from cluster.config_file import load_config
-from cluster.errors import ConfigError, StartError, Stopping
-from cluster.local_head import find_head
+from cluster.errors import ConfigError, NotRunning, StartError, Stopping
+from cluster.local_head import find_head, how_head_ended
 from cluster.served import ServedCluster, served_clusters
 from credentials.config import TlsSettings
 from pagewire import Client, ClusterStatus, ConnectionFailedError, Tls, errors
@@ -60,6 +60,7 @@ class FoundRouter:
     tls_settings: TlsSettings | None = None  # of a cluster on a Ray; None: not known
     view: ControllerView | None = None  # of the latter's controller; None: it does not answer
     controller_silence: str = ""  # why it does not
+    cluster_end: str = ""  # how this host's last cluster ended by itself, if none is known to run
 
     @property
     def is_stopping(self) -> bool:
@@ -146,7 +147,7 @@ def _only_one(served: Sequence[ServedCluster]) -> FoundRouter:
     """Return the router of this host's `pagewire serve`, as far as one is known."""
     match served:
         case []:
-            return FoundRouter(address=DEFAULT_ADDRESS)
+            return FoundRouter(address=DEFAULT_ADDRESS, cluster_end=how_head_ended())
         case [only]:
             return FoundRouter(address=only.address, token=only.token, tls=only.tls)
         case several:
@@ -181,7 +182,8 @@ def found_router(
 
     Raises:
         ClusterError: As find_router does. Also ConfigError: the cluster's certificate cannot be
-            read here; and Stopping: the router does not answer because its cluster stops.
+            read here; Stopping: the router does not answer because its cluster stops; and
+            NotRunning: because this host's last cluster has ended by itself.
         RouterSilent: As find_router does; the client's `status` raises it, too.
     """
     token = token_of(token_file)
@@ -201,6 +203,12 @@ def found_router(
         except ConnectionFailedError:
             if found.is_stopping:
                 raise Stopping from None
+            if found.cluster_end:
+                raise NotRunning(
+                    f"no cluster runs on this host, and no router answers at {found.address}; the "
+                    f"Ray of the last `pagewire up`: {found.cluster_end}; `pagewire up` starts "
+                    "another"
+                ) from None
             raise
 
 

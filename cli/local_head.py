@@ -13,7 +13,7 @@ from cli.stop_signals import StopSignals
 from cluster.descendants import no_descendant_left
 from cluster.environment import prepare_ray
 from cluster.errors import ClusterError
-from cluster.local_head import HeadFile, LocalHead, holding_head_file
+from cluster.local_head import ERROR, HeadFile, LocalHead, holding_head_file
 from cluster.private_folder import TOKEN_PATH_VARIABLE
 
 RAY_PERIOD_S = 1.0  # between two checks that Ray's own processes run
@@ -26,7 +26,7 @@ def main(num_gpus: int) -> None:
         with holding_head_file() as file, StopSignals() as signals:
             _keep(num_gpus, file, signals)
     except ClusterError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"{ERROR}{error}")
 
 
 def _keep(num_gpus: int, file: HeadFile, signals: StopSignals) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from cluster.errors import ClusterError, NotRunning, StartError
-from cluster.local_head import LocalHead, find_head
+from cluster.local_head import LocalHead, find_head, how_head_ended
 from cluster.placement import CONTROLLER_NAME, ROUTER_NAME
 from cluster.private_folder import TOKEN_PATH_VARIABLE
 from cluster.ray_actors import NAMESPACE
@@ -97,6 +97,8 @@ def _none_of_up() -> str:
             f"; `pagewire serve` runs one at {served}, which keeps its workers and ends with "
             "Ctrl-C: start one that can be changed with `pagewire up`"
         )
+    elif ended := how_head_ended():
+        told += f"; the Ray of the last one: {ended}"
     else:
         told += "; give --ray-address for one on a Ray that it did not start"
     return told

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +19,7 @@ from cluster.private_folder import is_locked, private_folder, remove_left_behind
 
 NAME = "head"  # of the file, in the private folder
 LOG_NAME = "head.log"  # beside it: the output of the process
+ERROR = "error: "  # begins the line there that says why it ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,13 +76,23 @@ def find_head() -> LocalHead | None:
     except FileNotFoundError:
         return None
     with file:
-        if not is_locked(file):
-            return None
-        content = file.read()
-    try:
-        return LocalHead(**json.loads(content))
-    except ValueError:  # it is being written
-        return None
+        return _published(file) if is_locked(file) else None
+
+
+def how_head_ended() -> str:
+    """Return how the last head ended, if nobody stopped it; empty: none has ended like that."""
+    folder = private_folder()
+    with suppress(FileNotFoundError), (folder / NAME).open(encoding="utf-8") as file:
+        if is_locked(file):
+            return ""
+        if killed := _published(file):
+            return f"process {killed.pid}, which ran it, was killed"
+    with suppress(FileNotFoundError), head_log().open(encoding="utf-8", errors="replace") as log:
+        ended_at = datetime.fromtimestamp(os.fstat(log.fileno()).st_mtime, UTC)
+        for line in reversed(log.read().splitlines()):
+            if line.startswith(ERROR):
+                return f"it ended at {ended_at:%Y-%m-%d %H:%M} UTC: {line.removeprefix(ERROR)}"
+    return ""
 
 
 def remove_head_left_behind() -> None:
@@ -97,6 +109,14 @@ def remove_head_left_behind() -> None:
 def head_log() -> Path:
     """Return the file with the log of the process."""
     return private_folder() / LOG_NAME
+
+
+def _published(file: IO[str]) -> LocalHead | None:
+    """Return what a head has published in its file; None: it is being written."""
+    try:
+        return LocalHead(**json.loads(file.read()))
+    except ValueError:
+        return None
 
 
 def _is_at(path: Path, file: IO[str]) -> bool:

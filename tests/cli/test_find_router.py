@@ -13,7 +13,7 @@ from cli import find_router as module
 from cluster import attach, environment
 from cluster.config import ClusterConfig
 from cluster.errors import NotRunning
-from cluster.local_head import LocalHead
+from cluster.local_head import LocalHead, head_log
 from cluster.scaling import ClusterWorkers
 from cluster.served import ServedCluster, published
 from credentials.door import front_door
@@ -259,6 +259,27 @@ def test_without_a_cluster_of_up_the_address_of_serve_is_tried(host):
     host.head = None
 
     assert module.find_router(None, "", 5.0) == module.FoundRouter(address="localhost:50051")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_the_end_of_the_last_cluster_of_up_is_told_where_no_router_answers(
+    host, monkeypatch, command
+):
+    host.head = None
+    monkeypatch.setattr(module, "DEFAULT_ADDRESS", "127.0.0.1:1")
+    head_log().write_text("error: Ray's raylet on this host has ended; see the logs\n")
+
+    result = run_main(*command)
+
+    before, _, after = result.stderr.partition(": it ended at 20")
+    assert (result.returncode, before) == (
+        1,
+        "error: no cluster runs on this host, and no router answers at 127.0.0.1:1; the Ray of the "
+        "last `pagewire up`",
+    )
+    assert after.endswith(
+        " UTC: Ray's raylet on this host has ended; see the logs; `pagewire up` starts another\n"
+    )
 
 
 def test_without_a_cluster_of_up_that_of_serve_is_found_with_what_it_takes(

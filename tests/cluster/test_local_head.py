@@ -8,7 +8,9 @@ from cluster.errors import StartError
 from cluster.local_head import (
     LocalHead,
     find_head,
+    head_log,
     holding_head_file,
+    how_head_ended,
     remove_head_left_behind,
 )
 from cluster.private_folder import RayToken, private_folder
@@ -63,6 +65,7 @@ def test_what_a_killed_head_has_left_does_not_count():
     assert path.read_text(), "it was killed after it had published itself"
 
     assert find_head() is None
+    assert how_head_ended() == "process 17, which ran it, was killed"
     remove_head_left_behind()
     assert not path.exists()
     remove_head_left_behind()
@@ -94,3 +97,22 @@ def test_a_head_that_was_killed_leaves_no_token():
     remove_head_left_behind()
 
     assert not list(private_folder().iterdir())
+
+
+def test_a_head_that_ended_by_itself_has_said_when_and_why():
+    assert how_head_ended() == ""
+    with holding_head_file() as file:
+        head_log().write_text("(raylet) it has missed too many heartbeats\n")
+        file.publish(HEAD)
+        assert how_head_ended() == ""
+    assert how_head_ended() == "", "`pagewire down` ended it"
+
+    with head_log().open("a") as log:
+        log.write("error: Ray's raylet on this host has ended\nits exit took a while\n")
+    os.utime(head_log(), (1.8e9, 1.8e9))
+
+    told = "it ended at 2027-01-15 08:00 UTC: Ray's raylet on this host has ended"
+    assert how_head_ended() == told
+    with holding_head_file() as file:
+        file.publish(HEAD)
+        assert how_head_ended() == "", "the next one runs"

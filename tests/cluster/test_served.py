@@ -8,6 +8,7 @@ import pytest
 
 from cluster import attach
 from cluster.errors import NotRunning
+from cluster.local_head import head_log
 from cluster.private_folder import private_folder
 from cluster.served import ServedCluster, published, served_clusters
 from pagewire import Tls
@@ -48,6 +49,15 @@ def test_what_a_killed_serve_has_left_does_not_count_and_goes_with_the_next_one(
     assert served_clusters() == []
     with published(CLOSED):
         assert len(list(private_folder().iterdir())) == 1
+
+
+def test_commands_for_a_cluster_of_up_say_how_its_ray_has_ended():
+    head_log().write_text("error: Ray's raylet on this host has ended\n")
+
+    with pytest.raises(NotRunning) as refused:
+        attach.attached("").__enter__()
+    assert "on this host; the Ray of the last one: it ended at 20" in str(refused.value)
+    assert str(refused.value).endswith(" UTC: Ray's raylet on this host has ended")
 
 
 def test_commands_for_a_cluster_of_up_say_that_serve_runs_one():
