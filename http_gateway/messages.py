@@ -179,9 +179,11 @@ def _part(value: object, path: str, types: Mapping[str, str]) -> str:
     if kind not in types:
         allowed = f"{' or '.join(map(repr, types))}: this gateway takes text only"
         raise refused(f"{path}.type", shown_text(kind), allowed)
-    text = fields.text(types[kind])
+    has_text, text = fields.has(types[kind]), fields.text(types[kind])
     fields.drop("annotations", "logprobs")
-    fields.refuse_others()
+    fields.refuse_others()  # such as a slip in its name
+    if not has_text:
+        raise fields.refused(types[kind], "none", "a string")
     return text
 
 

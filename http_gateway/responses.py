@@ -14,7 +14,7 @@ from http_gateway.fields import Fields, Unsupported
 from http_gateway.generation import FINISH_REASONS, Generation
 from http_gateway.messages import chat_field, take_tools
 from http_gateway.response_events import ResponseBuilder
-from http_gateway.response_input import input_messages
+from http_gateway.response_input import Source, input_field, input_messages
 from http_gateway.sampling import field_name, take_sampling
 from http_gateway.shared_fields import drop_without_effect, take_stream
 from http_gateway.token_texts import TokenTexts, chat_logprobs, drawn_tokens
@@ -59,8 +59,17 @@ class ResponseRequest:
     echoed: dict[str, Any]  # fields that the answer repeats
 
 
-def parse_response(body: dict[str, Any], model: Model, names: dict[str, str]) -> ResponseRequest:
-    """Check a request; `names` gets its names of options that gRPC names differently."""
+def parse_response(
+    body: dict[str, Any], model: Model, names: dict[str, str], sources: list[Source]
+) -> ResponseRequest:
+    """Check a request.
+
+    Args:
+        body: The request.
+        model: The served model.
+        names: Gets its names of options that gRPC names differently.
+        sources: Gets where each message comes from.
+    """
     echoed = {
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
@@ -93,7 +102,7 @@ def parse_response(body: dict[str, Any], model: Model, names: dict[str, str]) ->
         options["constraint"] = constraint
     model_name = fields.text("model")
     fields.refuse_others()
-    messages = input_messages(instructions, given)
+    messages = input_messages(instructions, given, sources)
     tools.hold(options, names, model, is_parallel=is_parallel)
     if has_logprobs:
         options["logprobs"] = top_logprobs
@@ -116,10 +125,12 @@ class Responses:
 
     async def answer(self, exchange: Exchange, body: dict[str, Any]) -> None:
         """Create one."""
-        names = dict(_NAMES)
-        exchange.rename_field = lambda name: field_name(_input_field(name), names)
+        names, sources = dict(_NAMES), list[Source]()
+        exchange.rename_field = lambda name: field_name(
+            input_field(chat_field(name), sources), names
+        )
         model = await self._link.model(exchange.authorization)
-        request = await exchange.convert(partial(parse_response, body, model, names))
+        request = await exchange.convert(partial(parse_response, body, model, names, sources))
         generation = Generation(
             self._link, self._texts, exchange, model, [request.call], is_stream=request.is_stream
         )
@@ -203,12 +214,6 @@ class _Answer:
             },
             "total_tokens": counts.prompt_tokens + counts.completion_tokens,
         }
-
-
-def _input_field(field: str) -> str:
-    """Return a request's name of a chat's field; its name of messages is input."""
-    name = chat_field(field)
-    return "input" if name.startswith("messages") else name
 
 
 def _take_text(text: Fields, names: dict[str, str]) -> Constraint | None:

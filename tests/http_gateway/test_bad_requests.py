@@ -598,6 +598,13 @@ def test_a_client_that_sends_nothing_more_is_taken_for_gone(address, folder, wor
     wait_until(lambda: submitted().intersection(worker.cancels))
 
 
+USER = {"role": "user", "content": "x"}
+
+
+def parts(*content):
+    return {"role": "user", "content": list(content)}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -607,7 +614,12 @@ def test_a_client_that_sends_nothing_more_is_taken_for_gone(address, folder, wor
         (CHAT, {"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
         (CHAT, {"messages": [None]}, "messages[0]"),
         (CHAT, {"messages": [{"role": "user", "content": [{}]}]}, "messages[0].content[0].type"),
+        (CHAT, {"messages": [parts({"type": "text"})]}, "messages[0].content[0].text"),
+        (CHAT, {"messages": [parts({"type": "refusal"})]}, "messages[0].content[0].refusal"),
         ("/v1/responses", {"input": [{"role": "user"}]}, "input[0].content"),
+        ("/v1/responses", {"input": [parts({"type": "input_text"})]}, "input[0].content[0].text"),
+        ("/v1/responses", {"input": [USER, {"content": "x"}]}, "input[1].role"),
+        ("/v1/responses", {"instructions": "x", "input": [{"content": "x"}]}, "input[0].role"),
         ("/v1/completions", {"prompt": ["x", None]}, "prompt[1]"),
     ],
 )
@@ -616,3 +628,30 @@ def test_what_is_missing_is_called_none(address, path, body, param):
 
     assert answer.status == 400
     assert answer.error["message"].startswith(f"{param}: found none; allowed: ")
+
+
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
+REASONING = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("items", "found"),
+    [
+        ([USER, CALL | {"name": ""}], "input[1].name: found an empty name; "),
+        ([USER, USER | {"role": "robot"}], "input[1].role: found 'robot'; "),
+        (
+            [USER, CALL, OUTPUT, REASONING, CALL, CALL | {"name": ""}],
+            "input[5].name: found an empty",
+        ),
+        ([USER, *[CALL | {"arguments": "x" * 9}] * 2000], "input: found "),
+    ],
+)
+def test_what_is_wrong_in_a_message_is_named_by_its_item(address, items, found):
+    body = {"instructions": "x", "input": items}
+
+    answer = exchange(address, request("/v1/responses", json.dumps(body)))
+
+    assert answer.status == 400
+    assert answer.error["message"].startswith(found)
+    assert answer.error["param"] == found.partition(":")[0]
