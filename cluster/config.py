@@ -34,6 +34,16 @@ def _is_model(model: Any) -> bool:
     return model is None or (isinstance(model, str | Path) and model != "")  # "": this folder
 
 
+def _is_name(value: object) -> bool:
+    """Return whether a value can be a line's part on terminals and in logs."""
+    return (
+        isinstance(value, str)
+        and len(value) <= MAX_MODEL_NAME_CHARS
+        and value.isprintable()
+        and value == value.strip()
+    )
+
+
 def _are_model_paths(paths: Any) -> bool:
     return paths is None or (
         isinstance(paths, Mapping)
@@ -76,8 +86,9 @@ class ClusterConfig:
     served_model_name: str = option(
         "",
         "Name of the model; default: that of its folder or GGUF file.",
-        accepts=lambda name: isinstance(name, str) and len(name) <= MAX_MODEL_NAME_CHARS,
-        accepted=f"a text of at most {MAX_MODEL_NAME_CHARS} characters",
+        accepts=_is_name,
+        accepted=f"a text of at most {MAX_MODEL_NAME_CHARS} characters that can be printed, no "
+        "blank at its ends",
     )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "Device of the workers; auto: CUDA if there is a GPU."

@@ -528,6 +528,14 @@ def test_the_name_of_a_model_is_no_longer_than_routers_accept():
         load_config(None, {"served_model_name": "m" * 1025})
 
 
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "\x07", " ", "a ", "\u2028", "\ud800"])
+def test_the_name_of_a_model_can_stand_in_a_line(name):
+    with pytest.raises(ConfigError, match="characters that can be printed, no blank"):
+        load_config(None, {"served_model_name": name})
+
+    assert load_config(None, {"served_model_name": "org/é ü"}).served_model_name == "org/é ü"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
