@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -84,10 +85,22 @@ class Bodies:
         return await asyncio.get_running_loop().run_in_executor(self._threads, running)
 
 
+_KINDS = {
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """Parse a JSON object by RFC 8259, without repeated keys; raises HttpError otherwise."""
     if not body.strip():
         raise _no_json("it is empty")
+    if body.startswith(BOM_UTF8):
+        raise _no_json("it begins with a byte order mark")
     if sum(map(body.count, _SEPARATORS)) > MAX_VALUES:
         raise _no_json(f"it has more than {MAX_VALUES} values")
     if body.count(b"[") > MAX_ARRAYS:
@@ -118,7 +131,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     except ValueError as error:
         raise _no_json(str(error)) from None
     if not isinstance(value, dict):
-        raise _no_json("it must be an object")
+        raise _no_json(f"it is {_KINDS[type(value)]}")
     return value
 
 
