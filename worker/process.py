@@ -185,9 +185,8 @@ class WorkerProcess:
             interceptors=[ServerGate(credentials), peer_guard(MAX_OPEN_CALLS)],
             options=WORKER_SERVER_OPTIONS,
         )
-        host = self._settings.host
-        add_port = partial(self.links.door.add_port, server, host)
-        return server, self._settings.ports.listen(host, add_port)
+        host, ports, door = self._settings.host, self._settings.ports, self.links.door
+        return server, ports.listen(host, lambda port: door.add_port(server, host, port))
 
     def _serve_metrics(self, worker: WorkerHost, ports: FreePorts) -> MetricsServer:
         """Serve the worker's metrics behind the same door as its calls."""
