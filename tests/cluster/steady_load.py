@@ -23,11 +23,11 @@ from cluster.demo_model import demo_model_dir
 RATE, HTTP_RATE = 18, 2  # requests a second over gRPC and over HTTP
 MAX_S = 600  # no load lasts longer
 TIMEOUT_S = 120.0  # of a request
-SHORT, LONG = 4, 120  # tokens of an answer
-LONG_EVERY = 25  # one of so many is long; odd, so that both of two clients have some
+SHORT, LONG = 4, 300  # tokens of an answer
+LONG_EVERY = 17  # one of so many is long; odd, so that both of two clients have some
 # Prompts, few enough that all answers can be computed again. With this seed every token of them is
 # likelier than the next one by far more than rounding (0.005 in the logits).
-NUM_SHORT, NUM_LONG, SEED = 40, 4, 5008
+NUM_SHORT, NUM_LONG, SEED = 40, 4, 5396
 HTTP_PORT = 8000  # of all gateways
 
 
