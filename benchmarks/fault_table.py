@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from benchmarks.fault_cases import FAULTS
 from benchmarks.faults import LATE_STREAMS, OUTPUT_TOKENS, STREAMS
 from benchmarks.measured_host import in_short
-from benchmarks.targets import IPC_KILLS_FILE, KILLS_FILE, MEMORY_FILE, survivor_growth_mib
+from benchmarks.targets import IPC_KILLS_FILES, KILLS_FILE, MEMORY_FILE, survivor_growth_mib
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "faults.md"
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -24,7 +24,7 @@ KILLS_RESULTS = {
     "kills-nccl-decode-before-h100-x4.json": "NCCL",
     KILLS_FILE: "NCCL",
     "kills-nccl-before-h100-x2.json": "NCCL",
-    IPC_KILLS_FILE: "CUDA IPC",
+    IPC_KILLS_FILES[0]: "CUDA IPC",
 }
 INTRODUCTION = """\
 # What faults cost

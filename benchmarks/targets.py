@@ -20,8 +20,8 @@ AGGREGATED_FILE = "serving-matrix-aggregated-h200.json"  # with all cases of one
 STARTS_FILE = "serving-starts-h200.json"
 KILLS_FILE = "kills-nccl-h100-x2.json"
 MEMORY_FILE = "kills-nccl-memory-h100-x2.json"
-IPC_KILLS_FILE = "kills-ipc-h200-x2.json"  # pages on the way that GPUs of one host choose
-LATER_IPC_KILLS_FILES = (
+IPC_KILLS_FILES = (  # pages on the way that GPUs of one host choose; most kills first
+    "kills-ipc-h200-x2.json",
     "kills-ipc-survivor-h200-x2.json",
     "kills-ipc-joined-h200-x2.json",
     "kills-ipc-before-h200-x2.json",
@@ -106,8 +106,8 @@ def other_outcomes() -> Iterator[Outcome]:
     yield from _transfers()
     yield _hidden()
     yield from _chats()
-    yield from _kills([IPC_KILLS_FILE, *LATER_IPC_KILLS_FILES], "CUDA IPC")
-    yield _kept_memory([IPC_KILLS_FILE, *LATER_IPC_KILLS_FILES], "CUDA IPC")
+    yield from _kills(IPC_KILLS_FILES, "CUDA IPC")
+    yield _kept_memory(IPC_KILLS_FILES, "CUDA IPC")
     yield from _kills([KILLS_FILE], "NCCL")
     yield _kept_memory([MEMORY_FILE], "NCCL")
     yield from _relay("relay-32-cores.json")
