@@ -9,7 +9,8 @@ import contextlib
 import random
 import struct
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,6 +39,16 @@ ENDS = [
     "the receiver aborts",
     "the sender dies",
 ]
+
+
+def run_seeds(num_seeds: int, scenario: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+    """Run a schedule for each of so many seeds; an error tells its seed."""
+    for seed in range(num_seeds):
+        try:
+            run(partial(scenario, seed))
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
 
 
 class WatchedPages(HostPages):
@@ -253,12 +264,7 @@ def test_no_page_is_reused_under_a_copy(end: str, monkeypatch: pytest.MonkeyPatc
             await until(lambda: not ipc_threads())
             assert all(side._wire._socket.fileno() == -1 for side in sides), "a socket stayed"
 
-    for seed in range(12):
-        try:
-            run(lambda seed=seed: scenario(seed))  # type: ignore[misc]
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
+    run_seeds(12, scenario)
 
 
 def frame(number: int, page_ids: Sequence[int]) -> bytes:
@@ -320,9 +326,4 @@ def test_no_sequence_of_bytes_is_copied_unless_it_is_frames_or_kept_beyond_its_e
             await until(lambda: len(asyncio.all_tasks()) <= num_tasks + 1)  # one listens
             await until(lambda: not ipc_threads())
 
-    for seed in range(60):
-        try:
-            run(lambda seed=seed: scenario(seed))  # type: ignore[misc]
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
+    run_seeds(60, scenario)
