@@ -9,6 +9,7 @@ import numpy as np
 
 from kv_cache.layout import KVLayout
 from kv_cache.page_storage import PageBytes
+from llm_engine.engine_api import GpuMemory
 from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.sampling import SampledToken
 
@@ -41,6 +42,7 @@ class EmptyEngine:
         token: What is drawn.
     """
 
+    gpu_memory = GpuMemory()
     max_launched = 2
 
     def __init__(

@@ -5,6 +5,10 @@ their pages move. The cluster is observed until a new request moves pages again.
 then run once more: their greedy tokens are those that the interrupted streams must have had.
 `pauses_ms` has the longest time that each stream which ended waited for a token after the fault,
 `resumed_gap_ms` the time between its tokens after that pause, `calm_gap_ms` that without the fault.
+
+GPU memory is noted twice: `memory_grew_mib` as the driver counts it for each process, and
+`survivor_grew_mib` as torch's allocator does in the worker that was not hit. What tensors have and
+what the allocator keeps for later ones are told apart there: a leak is the former.
 """
 
 import os
@@ -40,6 +44,7 @@ LEAST_STREAMS, LEAST_PROMPT_TOKENS = 4, 2048
 RECOVERY_TIMEOUT_S = 240.0
 SETTLE_TIMEOUT_S = 15.0  # for memory to come back, and for pages to settle
 MEMORY_NOISE_MIB = 64
+MIB = 2**20
 PROBE_PAGES = 4
 
 # Status is only as new as the last heartbeat.
@@ -93,6 +98,10 @@ def sum_up(rounds: Sequence[Row]) -> Row:
             found[name] = round(percentile(values, 50), 2)
     if grown := [growth for each in rounds for growth in each["memory_grew_mib"]]:
         found["memory_grew_mib"] = max(grown)
+    if told := [each["survivor_grew_mib"] for each in rounds if each.get("survivor_grew_mib")]:
+        found["survivor_grew_mib"] = {
+            name: max(each[name] for each in told) for name in ("allocated", "reserved")
+        }
     return {"ms": found["usable_ms"], **found, "rounds": rounds}
 
 
@@ -144,6 +153,9 @@ def _strike_once(fault: signal.Signals, victim: str, moment: str, run: Run) -> R
             default=None,
         ),
         "memory_grew_mib": _memory_growth(memory_mib, pid, run),
+        "survivor_grew_mib": allocator_growth_mib(
+            before[_other(victim)], newest_workers(run.cluster.status())[_other(victim)]
+        ),
         "resumptions": _total(records, "resumptions"),
         "prefill_retries": _total(records, "prefill_retries"),
         "prefill_prompt_tokens": work["prefill_prompt_tokens"],
@@ -210,7 +222,7 @@ def _watch(
     restarted_ms    the victim is ready again; if it only hangs, not before it runs on
     usable_ms       a new request has moved pages, and no decode worker computed its prompt
     """
-    other = next(name for name in SIDES.values() if name != victim)
+    other = _other(victim)
     seen: dict[str, float | None] = dict.fromkeys(
         ("noticed_ms", "failed_ms", "quiet_ms", "restarted_ms", "usable_ms")
     )
@@ -308,6 +320,20 @@ def _memory_growth(before_mib: dict[str, int], victim_pid: int, run: Run) -> lis
         except CaseFailed:
             return grown  # that is the finding
     return grown
+
+
+def allocator_growth_mib(before: WorkerStatus, after: WorkerStatus) -> dict[str, float]:
+    """Return by how much a worker's tensors and its allocator have grown; {} without a GPU."""
+    if not after.gpu_reserved_bytes:
+        return {}
+    return {
+        "allocated": round((after.gpu_allocated_bytes - before.gpu_allocated_bytes) / MIB, 2),
+        "reserved": round((after.gpu_reserved_bytes - before.gpu_reserved_bytes) / MIB, 2),
+    }
+
+
+def _other(victim: str) -> str:
+    return next(name for name in SIDES.values() if name != victim)
 
 
 def _total(records: Sequence[StreamRecord], name: str) -> Any:

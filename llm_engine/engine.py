@@ -21,6 +21,7 @@ import torch
 from grammars.bits import ALL_BITS
 from kv_cache.layout import KVLayout, num_pages_for
 from kv_cache.torch_storage import TorchPageStorage
+from llm_engine.engine_api import GpuMemory
 from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.errors import InvalidLogits
 from llm_engine.kv_reads import KVReads
@@ -83,6 +84,16 @@ class Engine:
     @property
     def max_launched(self) -> int:
         return self._runner.max_launched
+
+    @property
+    def gpu_memory(self) -> GpuMemory:
+        device = self._storage.device
+        if device.type != "cuda":
+            return GpuMemory()
+        return GpuMemory(
+            allocated_bytes=torch.cuda.memory_allocated(device),
+            reserved_bytes=torch.cuda.memory_reserved(device),
+        )
 
     def launch(self, step: EngineStep) -> None:
         assert len(self._launched) < self.max_launched, "read comes before another launch"

@@ -1,5 +1,6 @@
 """The engine as step loops see it; implemented by `engine.Engine`, and by a fake one in tests."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from kv_cache.layout import KVLayout
@@ -8,6 +9,14 @@ from llm_engine.engine_step import EngineStep, StepResult
 
 # The error of a request for which no token could be drawn
 UNDRAWN = "no token can be drawn for it: the largest allowed logit is NaN or infinite"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuMemory:
+    """What torch's allocator holds of the engine's GPU, bytes; 0 without one."""
+
+    allocated_bytes: int = 0  # of tensors: weights, pages, buffers
+    reserved_bytes: int = 0  # of these and of what is kept for later ones
 
 
 class EngineLike(Protocol):
@@ -25,6 +34,11 @@ class EngineLike(Protocol):
     @property
     def max_launched(self) -> int:
         """Most steps launched but not read: 2 if steps run asynchronously, else 1."""
+        ...
+
+    @property
+    def gpu_memory(self) -> GpuMemory:
+        """The memory that this process holds now; may be asked by any thread."""
         ...
 
     def launch(self, step: EngineStep) -> None:

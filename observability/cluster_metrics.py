@@ -16,6 +16,8 @@ GAUGES = {
     "running": "Sequences in the batch; on a prefill worker, prompts being computed.",
     "waiting": "Requests that wait for pages, for a prefill or for a place in the batch.",
     "queued_tokens": "Prompt tokens not computed yet.",
+    "gpu_allocated_bytes": "GPU memory of tensors: weights, pages, buffers.",
+    "gpu_reserved_bytes": "GPU memory that the allocator holds for these and for later ones.",
 }
 COUNTERS = {
     "steps": "Engine steps.",

@@ -222,6 +222,8 @@ class WorkerStatus:
     waiting: int  # requests
     queued_tokens: int  # prompt tokens not computed yet
     pages: PageCounts
+    gpu_allocated_bytes: int  # GPU memory of tensors: weights, pages, buffers; 0 without a GPU
+    gpu_reserved_bytes: int  # of these and of what its allocator keeps for later ones
     looked_up_tokens: int  # prompt tokens looked up in the cache
     cached_tokens: int  # of these, those found
     computed_tokens: int  # prompt tokens

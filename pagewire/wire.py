@@ -495,6 +495,8 @@ def worker_status_from(status: inference_pb2.WorkerStatus) -> WorkerStatus:
             incoming=pages.incoming,
             quarantine=pages.quarantine,
         ),
+        gpu_allocated_bytes=heartbeat.gpu_allocated_bytes,
+        gpu_reserved_bytes=heartbeat.gpu_reserved_bytes,
         looked_up_tokens=totals.looked_up_tokens,
         cached_tokens=totals.cached_tokens,
         computed_tokens=totals.computed_tokens,

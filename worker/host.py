@@ -234,6 +234,7 @@ class WorkerHost:
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.num_queued_tokens,
+            gpu_memory=self._context.executor.engine.gpu_memory,
             is_draining=self._context.is_draining,
             is_stepping=self._loop.is_stepping,
         )

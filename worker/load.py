@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from llm_engine.engine_api import GpuMemory
 from llm_engine.kv_reads import KVReads
 
 
@@ -42,5 +43,6 @@ class WorkerLoad:
     running: int  # sequences or prompts that share the steps
     waiting: int  # requests that wait for pages, for a prefill or for a place
     queued_tokens: int  # prompt tokens not yet computed here
+    gpu_memory: GpuMemory  # of this process
     is_draining: bool
     is_stepping: bool  # a step has not ended

@@ -141,6 +141,8 @@ def heartbeat_to_proto(
         queued_tokens=load.queued_tokens,
         draining=load.is_draining,
         stepping=load.is_stepping,
+        gpu_allocated_bytes=load.gpu_memory.allocated_bytes,
+        gpu_reserved_bytes=load.gpu_memory.reserved_bytes,
         pages=inference_pb2.PageCounts(**asdict(pages)),
         totals=inference_pb2.WorkerTotals(
             **asdict(totals),

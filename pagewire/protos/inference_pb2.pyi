@@ -377,7 +377,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., pool: _Optional[_Union[_common_pb2.Pool, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., heartbeat_age_ms: _Optional[int] = ..., misfit: _Optional[str] = ..., silence: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("worker", "pool", "steps", "running", "waiting", "queued_tokens", "pages", "totals", "draining", "stepping")
+    __slots__ = ("worker", "pool", "steps", "running", "waiting", "queued_tokens", "pages", "totals", "draining", "stepping", "gpu_allocated_bytes", "gpu_reserved_bytes")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -388,6 +388,8 @@ class Heartbeat(_message.Message):
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     STEPPING_FIELD_NUMBER: _ClassVar[int]
+    GPU_ALLOCATED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GPU_RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker: _common_pb2.WorkerRef
     pool: _common_pb2.Pool
     steps: int
@@ -398,7 +400,9 @@ class Heartbeat(_message.Message):
     totals: WorkerTotals
     draining: bool
     stepping: bool
-    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., pool: _Optional[_Union[_common_pb2.Pool, str]] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., pages: _Optional[_Union[PageCounts, _Mapping]] = ..., totals: _Optional[_Union[WorkerTotals, _Mapping]] = ..., draining: _Optional[bool] = ..., stepping: _Optional[bool] = ...) -> None: ...
+    gpu_allocated_bytes: int
+    gpu_reserved_bytes: int
+    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., pool: _Optional[_Union[_common_pb2.Pool, str]] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., pages: _Optional[_Union[PageCounts, _Mapping]] = ..., totals: _Optional[_Union[WorkerTotals, _Mapping]] = ..., draining: _Optional[bool] = ..., stepping: _Optional[bool] = ..., gpu_allocated_bytes: _Optional[int] = ..., gpu_reserved_bytes: _Optional[int] = ...) -> None: ...
 
 class PageCounts(_message.Message):
     __slots__ = ("total", "free", "live", "cached", "leased", "incoming", "quarantine")

@@ -389,3 +389,19 @@ def test_a_thread_sleeps_while_it_waits_for_a_step_of_a_gpu(
     assert isinstance(runner._record_event(), Event)
 
     assert made == [{"blocking": True}]
+
+
+@pytest.mark.gpu
+def test_gpu_memory_tells_tensors_from_what_the_allocator_keeps(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", head_dim=64)
+    engine = load_engine(tmp_path, page_size=16, num_pages=16, device="cuda")
+    before = engine.gpu_memory
+    tensor = torch.empty(96 * 2**20, dtype=torch.uint8, device="cuda")
+    held = engine.gpu_memory
+    del tensor
+    after = engine.gpu_memory
+
+    assert before.allocated_bytes >= engine.storage.pages.nbytes
+    assert held.allocated_bytes - before.allocated_bytes == 96 * 2**20
+    assert after.allocated_bytes == before.allocated_bytes
+    assert after.reserved_bytes == held.reserved_bytes >= held.allocated_bytes

@@ -19,6 +19,7 @@ from kv_cache.page_pool import PageState
 from kv_cache.page_storage import PageBytes
 from kv_cache.prefix_cache import PrefixCache
 from kv_cache.radix_tree import TreePage
+from llm_engine.engine_api import GpuMemory
 from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.host_seats import HostSeats
 from llm_engine.kv_reads import KVReads, flat_reads
@@ -245,6 +246,10 @@ class FakeEngine:
     @property
     def storage(self) -> FakePageStorage:
         return self._storage
+
+    @property
+    def gpu_memory(self) -> GpuMemory:
+        return GpuMemory()
 
     def launch(self, step: EngineStep) -> None:
         assert len(self._launched) < self.max_launched, "read comes before another launch"

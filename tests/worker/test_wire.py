@@ -3,12 +3,17 @@
 import pytest
 
 from grammars.constraint import Constraint
+from kv_cache.page_pool import PageCounts
+from llm_engine.engine_api import GpuMemory
+from llm_engine.kv_reads import KVReads
 from llm_engine.sampling import SampledToken, SamplingParams
 from pagewire.protos import common_pb2, inference_pb2
 from pagewire.protos.token_ids import pack_token_ids
 from tests.support.grammar_cases import JSON_OBJECT, choice, grammar, json_schema, regex
 from worker.identity import WorkerIdentity
+from worker.load import WorkerLoad, WorkerTotals
 from worker.wire import (
+    heartbeat_to_proto,
     logprobs_to_proto,
     own_status,
     sampled_from_proto,
@@ -91,3 +96,30 @@ def test_a_worker_tells_of_itself_what_its_heartbeat_says(is_draining: bool, sta
     assert (found.worker_id, found.pool, found.state) == ("decode-1", "decode", state)
     assert found.is_living
     assert (found.steps, found.pages.free, found.generated_tokens) == (3, 4, 5)
+
+
+def test_a_heartbeat_tells_the_memory_of_a_gpu() -> None:
+    load = WorkerLoad(
+        steps=1,
+        steps_ahead=0,
+        steps_alone=0,
+        reads=KVReads(),
+        num_over_quota=0,
+        gpu_memory=GpuMemory(allocated_bytes=2**37 + 1, reserved_bytes=2**38),
+        running=0,
+        waiting=0,
+        queued_tokens=0,
+        is_draining=False,
+        is_stepping=False,
+    )
+    heartbeat = heartbeat_to_proto(
+        identity=WorkerIdentity(worker_id="decode-1", incarnation=7, address="10.0.0.1:1"),
+        pool=common_pb2.POOL_DECODE,
+        load=load,
+        pages=PageCounts(total=1, free=1, live=0, cached=0, leased=0, incoming=0, quarantine=0),
+        totals=WorkerTotals(),
+    )
+
+    found = own_status(inference_pb2.Heartbeat.FromString(heartbeat.SerializeToString()))
+
+    assert (found.gpu_allocated_bytes, found.gpu_reserved_bytes) == (2**37 + 1, 2**38)
