@@ -41,6 +41,7 @@ class TablePlot:
 
 
 PLOTS: dict[str, TablePlot] = {
+    "torch-linear": TablePlot(unit="ms", is_relative=True),
     "late-prompts": TablePlot(unit="s", is_from_zero=True),
     "short-first": TablePlot(unit="s", is_from_zero=True),
     "moves-following": TablePlot(unit="ms", is_from_zero=True),

@@ -96,9 +96,6 @@ class ClusterConfig:
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
         "auto", "Type of weights and pages; auto: the checkpoint's on CUDA, float32 on CPU."
     )
-    deterministic: bool = option(
-        True, "Same bits in any batch on GPUs; false: cuBLAS, which may be faster."
-    )
     prefill: int = option(
         1,
         "Number of prefill workers; 0: the decode workers compute the prompts.",

@@ -288,7 +288,6 @@ def _settings(deployment: Deployment, worker_id: str) -> WorkerSettings:
         served_model_name=config.served_model_name or model_name(config.model),
         device=deployment.device,
         dtype=config.dtype,
-        deterministic=config.deterministic,
         num_seats=config.decode_worker.max_running_sequences if is_decode else 0,
         max_step_tokens=_config_of(config, worker_id).max_step_tokens,
         page_size=config.page_size,

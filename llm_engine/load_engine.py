@@ -58,7 +58,6 @@ def load_engine(
     device: torch.device | str,
     dtype: str = "auto",
     attention: AttentionName = "auto",
-    deterministic: bool = True,
     num_seats: int = 256,
     max_step_tokens: int = MAX_RECORDED_TOKENS,
     memory: MemoryPlan | None = None,
@@ -73,9 +72,8 @@ def load_engine(
         device: "cpu", "cuda" or "cuda:1".
         dtype: Of weights, arithmetic and pages. "auto" is the checkpoint's on CUDA and float32 on
             a CPU, where half precision is slow.
-        attention: "auto" is Triton on CUDA and torch elsewhere.
-        deterministic: If attention is Triton, compute the rest, too, with kernels that give a
-            token the same bits in any batch; False leaves it to torch, which may be faster.
+        attention: "auto" is Triton on CUDA and torch elsewhere. Triton computes the rest of a
+            layer, too, and gives a token the same bits in any batch.
         num_seats: Most sequences that decode at once, 0 to MAX_SEATS; with 0 the engine computes
             only slices.
         max_step_tokens: Most tokens of a step; for more, no pass of prompt tokens is recorded.
@@ -135,8 +133,7 @@ def load_engine(
         copy_kernel=_copy_kernel() if uses_triton else None,
     )
     backend = _make_attention(config, storage, uses_triton=uses_triton)
-    has_own = uses_triton and deterministic
-    operations = _triton_operations() if has_own else TorchOperations()
+    operations = _triton_operations() if uses_triton else TorchOperations()
     decoder = Decoder(config, weights, backend, operations)
     launches_kernels = uses_triton and device.type == "cuda"
     runner: Runner
@@ -146,20 +143,15 @@ def load_engine(
         runner = HostRunner(storage, decoder)
     engine = Engine(config, storage, decoder, runner)
     if launches_kernels:
-        load_kernels = partial(_load_kernels, backend, weights if has_own else None, device)
+        load_kernels = partial(_load_kernels, backend, weights, device)
         with torch.cuda.device(device):
             marker = marker_of(
-                *(config, dtype_name, deterministic, page_size, num_seats, max_step_tokens),
+                *(config, dtype_name, page_size, num_seats, max_step_tokens),
                 num_pages % 16,  # Triton compiles separately for multiples of 16
             )
         _compile_and_load(engine, load_kernels, marker)
     else:
         engine.warm_up()
-    if not has_own:
-        # At its first product of torch a thread makes a handle of cuBLAS, which it cannot do while
-        # it records. The thread that serves is another one.
-        while engine.record_next():
-            pass
     logger.info(
         "engine_ready",
         extra=fields(
@@ -293,17 +285,16 @@ def _triton_operations() -> Operations:
 
 
 def _load_kernels(
-    attention: AttentionBackend, weights: DecoderWeights | None, device: torch.device
+    attention: AttentionBackend, weights: DecoderWeights, device: torch.device
 ) -> None:
-    """Launch kernels that no warm-up pass reaches; without weights, none of the linear layer."""
+    """Launch kernels that no warm-up pass reaches."""
     from llm_engine.attention_triton import TritonAttention
     from llm_engine.operations_triton import load_linear_kernels
 
     assert isinstance(attention, TritonAttention)
     with torch.cuda.device(device):
         attention.load_kernels()
-        if weights is not None:
-            load_linear_kernels(weights)
+        load_linear_kernels(weights)
 
 
 def _device_runner(

@@ -238,7 +238,6 @@ def _load(settings: WorkerSettings, report_loaded: ReportLoaded) -> tuple["Engin
         num_pages=settings.num_pages or "auto",
         device=settings.device,
         dtype=settings.dtype,
-        deterministic=settings.deterministic,
         num_seats=settings.num_seats,
         max_step_tokens=settings.max_step_tokens,
         memory=MemoryPlan(

@@ -22,7 +22,6 @@ class WorkerSettings:
     served_model_name: str
     device: str  # "cpu" or "cuda"; a CUDA worker sees exactly one GPU
     dtype: str  # "auto", "float32", "float16" or "bfloat16"
-    deterministic: bool  # on a GPU; see load_engine
     num_seats: int  # sequences that decode at once; 0 on prefill workers
     page_size: int  # token slots
     num_pages: int  # 0: as many as memory allows

@@ -22,7 +22,7 @@ from tests.support.rarely import rarely
 
 GRACE = "a finite number, 0 or more"
 SERVE_FLAGS = """
-    --config --controller-port --cpu-pages-mib --cpu-threads --decode --deterministic --device
+    --config --controller-port --cpu-pages-mib --cpu-threads --decode --device
     --dtype --gpu-memory-fraction --help --host --http-port --insecure --log-format --log-level
     --model --model-paths --nccl-interface --network-interface --num-pages
     --page-size --page-transport --pool-resources --port --port-range --prefill --ray-address
@@ -264,7 +264,7 @@ def test_a_process_that_cannot_work_ends_with_words(arguments, exit_code, words)
         (["tokens", "new", "acme", "--out", "a", "--out", "b"], 2, "'--out': it is given twice\n"),
         (["status", "--address", ""], 2, "error: --address: found ''; allowed: host:port"),
         (["serve", "--port", "1", "--prefill", "2", "--port", "3"], 2, "given twice"),
-        (["serve", "--deterministic", "--no-deterministic"], 2, "given twice"),
+        (["serve", "--insecure", "--no-insecure"], 2, "given twice"),
         (["generate", "x", "--temperature", "nan"], 2, "error: --temperature: found nan"),
         (["chat", "--max-tokens", "0"], 2, "error: --max-tokens: found 0; allowed: 1 to"),
         (["chat", "--address", "nonsense"], 2, "error: --address: found 'nonsense'"),

@@ -154,7 +154,6 @@ async def start_worker(
         dtype="auto",
         page_size=page_size,
         num_pages=num_pages,
-        deterministic=True,
         num_seats=0 if pool == "prefill" else 256,
         gpu_memory_fraction=0.85,
         workers_per_gpu=1,

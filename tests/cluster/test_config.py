@@ -190,7 +190,7 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("host:", ["host: found nothing; allowed: a host name or an address"]),
         ("ray_address: 3", ["ray_address: found 3; allowed: host:port"]),
         (f"ray_address: h:{'9' * 5000}", ["ray_address: found 'h:99", "allowed: host:port"]),
-        ("deterministic: maybe", ["deterministic: found 'maybe'; allowed: true or false"]),
+        ("insecure: maybe", ["insecure: found 'maybe'; allowed: true or false"]),
         ("stop_grace_s: .inf", ["stop_grace_s: found inf; allowed: a finite number, 0 or more"]),
         (
             "gpu_memory_fraction: 2",
@@ -255,8 +255,8 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ),
         ('prefill: "1"', ["prefill: found '1'; allowed: an integer, 0 to 1024"]),
         ("prefill: 2.0", ["prefill: found 2.0; allowed: an integer, 0 to 1024"]),
-        ("deterministic: 1", ["deterministic: found 1; allowed: true or false"]),
-        ('deterministic: "no"', ["deterministic: found 'no'; allowed: true or false"]),
+        ("insecure: 1", ["insecure: found 1; allowed: true or false"]),
+        ('insecure: "no"', ["insecure: found 'no'; allowed: true or false"]),
         (
             "router: {max_resumptions: '2'}",
             ["router.max_resumptions: found '2'; allowed: an integer, 0 or more"],

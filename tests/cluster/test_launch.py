@@ -57,12 +57,12 @@ def deployment(options, device="cpu"):
 
 def test_what_a_user_sets_about_the_engine_reaches_the_workers(tmp_path):
     path = tmp_path / "cluster.yaml"
-    path.write_text("deterministic: false\nmodel: /models/tiny", encoding="utf-8")
+    path.write_text("page_size: 32\nmodel: /models/tiny", encoding="utf-8")
     config = load_config(path, {"dtype": "float16"})
 
     settings = _settings(replace(deployment({}, "cuda"), config=config), "decode-0")
 
-    assert not settings.deterministic
+    assert settings.page_size == 32
     assert settings.dtype == "float16"
     assert settings.served_model_name == "tiny"
 

@@ -329,7 +329,7 @@ def test_values_that_differ_are_told_as_a_file_has_them():
             "model": "/models/other",
             "model_paths": paths,
             "served_model_name": "a: b",
-            "deterministic": False,
+            "insecure": True,
             "tracing.endpoint": "",
             "ray_address": "auto",
         },
@@ -344,7 +344,7 @@ def test_values_that_differ_are_told_as_a_file_has_them():
         "model": "/models/tiny; wanted /models/other",
         "model_paths": "unset; wanted {" + ", ".join(f"{k}: {v}" for k, v in paths.items()) + "}",
         "served_model_name": "''; wanted 'a: b'",
-        "deterministic": "true; wanted false",
+        "insecure": "false; wanted true",
         "tracing.endpoint": "http://one; wanted ''",
     }
     assert last == DOWN_ENDS_IT

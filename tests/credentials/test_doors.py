@@ -46,7 +46,6 @@ SETTINGS = WorkerSettings(
     served_model_name="tiny",
     device="cpu",
     dtype="auto",
-    deterministic=True,
     page_size=PAGE_SIZE,
     num_pages=64,
     num_seats=8,

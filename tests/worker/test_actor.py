@@ -128,7 +128,6 @@ def start(model: Path, *, host: str = "", tls: TlsSettings = IN_CLEAR, **by_host
         served_model_name="tiny",
         device="cpu",
         dtype="auto",
-        deterministic=True,
         num_seats=1,
         page_size=16,
         num_pages=1,
