@@ -45,7 +45,8 @@ from router.policy import PolicyWeights, RouteDecision, RouteQuery, route
 from router.prefix_index import PrefixIndex
 from router.session import AttemptOver, Session, Stream
 from router.tenants.turns import Turns
-from router.worker_registry import Worker, WorkerRegistry
+from router.worker import Worker
+from router.worker_registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from observability.logs import fields
 from pagewire.protos.call_tasks import is_own_cancellation
 from router import wire
 from router.membership import WorkerMember
-from router.worker_registry import Worker, WorkerRegistry
+from router.worker import Worker
+from router.worker_registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """A request's share of its workers' load, counted at the moment of the decision."""
 
-from router.worker_registry import Worker
+from router.worker import Worker
 
 
 class Placement:

@@ -27,7 +27,7 @@ from router.generation import Choice, Delta, Failure, Generation, Output
 from router.lost_reason import lost_reason
 from router.pacing import Pace, Pacer
 from router.placement import Placement
-from router.worker_registry import Worker
+from router.worker import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@ import pytest
 from router.expected_wait import PRIOR_HOLDING_S, DecodeQueue
 from router.membership import WorkerMember
 from router.placement import Placement
-from router.worker_registry import LATE_HEARTBEAT_S, STALE_HEARTBEAT_S, Worker
+from router.worker import LATE_HEARTBEAT_S, STALE_HEARTBEAT_S, Worker
 from router.worker_report import WorkerHeartbeat
 
 

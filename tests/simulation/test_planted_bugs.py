@@ -23,6 +23,7 @@ import router.generation
 import router.prefix_index
 import router.wire
 import router.worker_registry
+import router.worker_watch
 import worker.context
 import worker.step_loop
 import worker.suspects
@@ -218,36 +219,35 @@ def nobody_pings(patch: pytest.MonkeyPatch) -> None:
 
 def lateness_is_death(patch: pytest.MonkeyPatch) -> None:
     """A worker whose heartbeats are late counts as dead at once."""
-    registry = router.worker_registry.WorkerRegistry
-    right = registry._next_heartbeat
+    watch = router.worker_watch.WorkerWatch
+    right = watch._next_heartbeat
 
-    async def wrong(self: Any, worker: Any, call: Any) -> Any:
+    async def wrong(self: Any, call: Any) -> Any:
         self._config = dataclasses.replace(self._config, dead_after_s=2.0)
-        return await right(self, worker, call)
+        return await right(self, call)
 
-    patch.setattr(registry, "_next_heartbeat", wrong)
+    patch.setattr(watch, "_next_heartbeat", wrong)
 
 
 def silence_is_not_death(patch: pytest.MonkeyPatch) -> None:
     """A worker counts as alive as long as its stream does not break."""
-    registry = router.worker_registry.WorkerRegistry
 
-    async def wrong(self: Any, worker: Any, call: Any) -> Any:
+    async def wrong(self: Any, call: Any) -> Any:
         return await call.read()
 
-    patch.setattr(registry, "_next_heartbeat", wrong)
+    patch.setattr(router.worker_watch.WorkerWatch, "_next_heartbeat", wrong)
 
 
 def answer_is_progress(patch: pytest.MonkeyPatch) -> None:
     """A worker that is stuck counts as moving again as soon as it can be reached."""
-    registry = router.worker_registry.WorkerRegistry
-    right = registry._connect_and_watch
+    watch = router.worker_watch.WorkerWatch
+    right = watch.run
 
-    async def wrong(self: Any, worker: Any) -> Any:
-        worker.stalled_s, worker._num_steps = 0.0, -1
-        return await right(self, worker)
+    async def wrong(self: Any) -> Any:
+        self._worker.stalled_s, self._worker._num_steps = 0.0, -1
+        return await right(self)
 
-    patch.setattr(registry, "_connect_and_watch", wrong)
+    patch.setattr(watch, "run", wrong)
 
 
 def referenced_pages_are_evicted(patch: pytest.MonkeyPatch) -> None:
