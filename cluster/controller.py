@@ -13,45 +13,33 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 
-from cluster.certificates import own_authority
 from cluster.config import ClusterConfig
 from cluster.deployment import Deployment
 from cluster.errors import ConfigError, StartError, Stopping
+from cluster.gateway_succession import GatewaySuccession
 from cluster.groups import group_of, look_at_groups, remove_groups, reserve
+from cluster.host_looks import file_problems, look_at, on_sound_hosts
 from cluster.membership import HEARD_S, Membership
-from cluster.next_start import NextStart
 from cluster.own_address import own_address
 from cluster.placement import (
     FIRST_GATEWAY,
-    GATEWAY_NAME,
     ROUTER_NAME,
     close_host,
     gateways,
     hosts_now,
     needs_of,
-    next_start_of,
     place_gateway,
     place_router,
     place_worker,
-    successor_of,
 )
-from cluster.places import (
-    Node,
-    Place,
-    check_move,
-    check_room,
-    choose_places,
-    is_limited,
-    told_waiting,
-)
+from cluster.places import Place, check_move, check_room, choose_places, told_waiting
 from cluster.pool_config import pool_of
 from cluster.preflight import check_growth
 from cluster.ray_actors import workers_on
@@ -71,20 +59,15 @@ from credentials.party import CONTROLLER_NAME
 from credentials.secret import RouterKeys
 from llm_engine.model_identity import ModelIdentity, read_identity
 from observability.actor import has_come_back
-from observability.last_line import last_line
 from observability.logs import configure_logging, fields
-from observability.serving_process import CLOSE_TIMEOUT_S
 from options.kept_by_name import kept_by_name
 from router.membership import PoolName, WorkerMember
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 PUSH_TIMEOUT_S = 5.0
 REPLACE_PERIOD_S = 5.0
 LOOK_S = 0.2  # from one look at the groups of workers to the next one
-SERVES_S = 2.0  # for a gateway that serves to say so
-CODE_TIMEOUT_S = 60.0  # for a process to start on each host
 
 
 @kept_by_name
@@ -127,8 +110,7 @@ class ControllerActor:
         self._is_deployed = has_come_back()  # until then the launcher places workers
         self._ending: set[str] = set()  # workers that have said that they end
         self._has_ended = asyncio.Event()  # one of them, or one that was killed
-        self._succession = asyncio.Lock()  # held while a gateway takes over from another
-        self._retiring: dict[str, asyncio.Task[None]] = {}  # gateway |-> what ends it
+        self._succession = GatewaySuccession(deployment)
         keys = deployment.secret.keys_of("controller", CONTROLLER_NAME)
         try:
             host = own_address(config)
@@ -187,15 +169,16 @@ class ControllerActor:
         """
         home = self._deployment.home_resource
         used = {each.node_id for each in self._membership.places.values()}
-        looks = await self._look_at(
+        nodes = [
             each
             for each in hosts_now()[0]
             if each["Alive"] and (each["NodeID"] in used or home in each["Resources"])
-        )
+        ]
+        looks = await look_at(self._deployment, nodes)
         return Contracts(
             running=tuple(sorted({each.contract_version for each in self._membership.members})),
             to_start={node["NodeManagerAddress"]: each.contract_version for node, each in looks},
-            problems=self._file_problems(looks),
+            problems=file_problems(self._deployment, self._membership.places, looks),
         )
 
     async def scale(
@@ -213,6 +196,7 @@ class ControllerActor:
         config, device = self._deployment.config, self._deployment.device
 
         def decide() -> tuple[ScalePlan, dict[str, Place]]:
+            self._check_open()
             workers = self._workers()
             plan = plan_scale(workers, config, device, wanted)
             if plan.starts:
@@ -223,7 +207,7 @@ class ControllerActor:
                 check_room(places)
             return plan, places
 
-        plan, places = await self._on_sound_hosts(decide)
+        plan, places = await on_sound_hosts(self._deployment, decide)
         actors = {name: self._place(name, where) for name, where in places.items()}
         await self._dismiss(plan.drains, grace_s)
         return actors, replace(plan, waiting=told_waiting(places))
@@ -255,6 +239,7 @@ class ControllerActor:
         config, device = self._deployment.config, self._deployment.device
 
         def decide() -> tuple[str, dict[str, Place]]:
+            self._check_open()
             workers = self._workers()
             name = plan_move(workers, config, device, worker_id, pool)
             names = [*(workers.staying - {worker_id}), name]
@@ -263,7 +248,7 @@ class ControllerActor:
             check_move(worker_id, place, config.pool(pool).amounts, hosts_now()[0])
             return name, {name: place}
 
-        name, places = await self._on_sound_hosts(decide)
+        name, places = await on_sound_hosts(self._deployment, decide)
         actor = self._place(name, places[name], is_new=False)
         await self._dismiss((worker_id,), grace_s)
         return name, actor
@@ -302,36 +287,7 @@ class ControllerActor:
             ClusterError: The present one is unchanged.
         """
         self._check_open()
-        if self._succession.locked():
-            raise StartError(
-                f"{GATEWAY_NAME} is being restarted by another command; nothing has changed; try "
-                "again when that has ended"
-            )
-        async with self._succession:
-            present = gateways(ray.util.list_named_actors())
-            if not present:
-                raise StartError(f"{GATEWAY_NAME} has ended meanwhile; see `pagewire status`")
-            name = successor_of(present[-1])
-            successor = place_gateway(self._deployment, name, predecessor=present[-1])
-            timeout_s = self._deployment.config.start_timeout_s
-            try:
-                await asyncio.wait_for(successor.wait_ready.remote(), timeout_s)
-            except (ray.exceptions.RayError, TimeoutError) as error:
-                ray.kill(successor, no_restart=True)
-                is_late = isinstance(error, TimeoutError)
-                why = f"not ready after {timeout_s:g} s" if is_late else last_line(error)
-                raise StartError(
-                    f"another {GATEWAY_NAME} did not start: {why}; the running one is unchanged"
-                ) from error
-        log.info("gateway_succeeded", extra=fields(name=name, grace_s=grace_s))
-        self._retire(present, grace_s)
-
-    def _retire(self, names: Iterable[str], grace_s: float) -> None:
-        """Have gateways end; those that retire already keep the grace that they have."""
-        for each in names:
-            if each not in self._retiring:
-                self._retiring[each] = task = asyncio.create_task(_end_gateway(each, grace_s))
-                task.add_done_callback(partial(self._retiring.pop, each))
+        await self._succession.succeed(grace_s)
 
     async def evacuate(self, node_id: str, grace_s: float) -> frozenset[str]:
         """Let the workers of a host end there, and start elsewhere when there is room.
@@ -482,83 +438,6 @@ class ControllerActor:
         answering = (staying & self._heard_of()) - self._membership.restarting
         return ClusterWorkers(staying=staying, leaving=leaving, answering=answering)
 
-    async def _on_sound_hosts(
-        self, decide: Callable[[], tuple[T, dict[str, Place]]]
-    ) -> tuple[T, dict[str, Place]]:
-        """Return a decision and its new places, whose hosts can use their files of TLS now.
-
-        Nothing awaits after the decision: while hosts look at their files, others may change the
-        cluster, so it is made again.
-
-        Raises:
-            ClusterError: Raised by the decision, a host does not answer, or its files are wrong.
-        """
-        sound: set[str] = set()  # hosts, by node_id
-        while True:
-            self._check_open()
-            decision, places = decide()
-            if not self._deployment.config.tls.is_on:
-                return decision, places
-            new = {
-                each["NodeID"]: each for each in _hosts_of(places) if each["NodeID"] not in sound
-            }
-            if not new:
-                return decision, places
-            looks = await self._look_at(new.values())
-            if wrong := [found.wrong_files for _, found in looks if found.wrong_files]:
-                told = (
-                    f"{', '.join(places)} could not start with these files; nothing has changed; "
-                    "mend the files, then try again"
-                )
-                raise StartError("\n".join([*wrong, told]))
-            sound |= new.keys()
-
-    async def _look_at(self, nodes: Iterable[Node]) -> list[tuple[Node, NextStart]]:
-        """Ask hosts what their next processes would start with.
-
-        Raises:
-            StartError: One does not answer.
-        """
-        config, home = self._deployment.config, self._deployment.home_resource
-        nodes = list(nodes)
-        authority = b""
-        with suppress(ConfigError):  # this host tells it
-            authority = await asyncio.to_thread(own_authority, config)
-        calls = [
-            next_start_of(each, config.tls_settings, authority, is_home=home in each["Resources"])
-            for each in nodes
-        ]
-        try:
-            async with asyncio.timeout(CODE_TIMEOUT_S):
-                found: list[NextStart] = await asyncio.gather(*calls)
-        except (TimeoutError, ray.exceptions.RayError) as error:
-            raise StartError(
-                "a host did not tell what its next processes would start with "
-                f"({type(error).__name__}); nothing has changed; see `ray status`"
-            ) from error
-        return list(zip(nodes, found, strict=True))
-
-    def _file_problems(
-        self, looks: Collection[tuple[Node, NextStart]]
-    ) -> dict[str, tuple[str, ...]]:
-        """Return, by process, why those that restart could not use the files of TLS."""
-        by_node = {node["NodeID"]: found for node, found in looks}
-        problems: dict[str, tuple[str, ...]] = {
-            name: (by_node[where.node_id].wrong_files,)
-            for name, where in self._membership.places.items()
-            if where.node_id in by_node
-        }
-        home = self._deployment.home_resource
-        for node, found in looks:
-            if home in node["Resources"]:
-                both = found.wrong_files, found.wrong_front_files
-                # The gateway shows the cluster's certificate only to a router that asks for one.
-                asks = bool(self._deployment.config.front_tls.client_authority_file)
-                problems[ROUTER_NAME] = both
-                problems[GATEWAY_NAME] = both if asks else both[1:]
-        told = {name: tuple(filter(None, each)) for name, each in problems.items()}
-        return {name: each for name, each in told.items() if each}
-
     def _heard_of(self) -> frozenset[str]:
         return self._membership.heard_since(_now() - HEARD_S)
 
@@ -595,7 +474,7 @@ class ControllerActor:
                 self._ending &= existing
                 await self._tidy_groups()
                 self._replace_missing(existing)
-                await self._retire_left_over(existing)
+                await self._succession.retire_left_over(existing)
             except Exception:
                 log.exception("replacing_failed")
 
@@ -642,19 +521,6 @@ class ControllerActor:
             log.warning("worker_replaced", extra=fields(worker_id=name))
             self._place(name, where)
 
-    async def _retire_left_over(self, existing: frozenset[str]) -> None:
-        """Have gateways end that a controller, since dead, has replaced.
-
-        If such a one crashed, Ray would start it again and again: the port is its successor's.
-        """
-        *old, present = gateways(existing) or [""]
-        if self._succession.locked() or not set(old) - self._retiring.keys():
-            return
-        with suppress(ray.exceptions.RayError, TimeoutError):  # the next look may find it serving
-            serving: Any = ray.get_actor(present).wait_ready.remote()
-            await asyncio.wait_for(serving, SERVES_S)
-            self._retire(old, self._deployment.config.stop_grace_s)
-
     async def _dismiss(self, names: tuple[str, ...], grace_s: float) -> None:
         """Have workers leave: first the routers stop sending them requests."""
         heard_of, is_young = self._heard_of(), self._is_young()
@@ -687,29 +553,6 @@ class ControllerActor:
         """Tell the routers, and wait until they apply it. A returning router is told then."""
         self._publish()
         await self._members.wait_applied(PUSH_TIMEOUT_S)
-
-
-def _hosts_of(places: Mapping[str, Place]) -> list[Node]:
-    """Return the hosts on which Ray may start workers at these places now."""
-    nodes, free = hosts_now()
-    chosen = {each.node_id for each in places.values()}
-    # Workers that nothing limits have no place: Ray starts them wherever it may.
-    if any(not each.node_id and not is_limited(each.resources) for each in places.values()):
-        chosen |= free.keys()
-    return [each for each in nodes if each["Alive"] and each["NodeID"] in chosen]
-
-
-async def _end_gateway(gateway: str, grace_s: float) -> None:
-    """Have a gateway end; if its process dies before that, Ray starts no other one."""
-    try:
-        actor: Any = ray.get_actor(gateway)
-    except ValueError:  # it has ended
-        return
-    try:
-        await asyncio.wait_for(actor.retire.remote(grace_s), grace_s + CLOSE_TIMEOUT_S)
-    except (ray.exceptions.RayError, TimeoutError) as error:
-        log.warning("retire_failed", extra=fields(name=gateway, error=last_line(error)))
-    ray.kill(actor, no_restart=True)
 
 
 def _now() -> float:

@@ -21,12 +21,10 @@ from cluster.devices import shared_gpu, visible_gpu
 from cluster.environment import own_variables, worker_environment
 from cluster.errors import StartError
 from cluster.groups import closed_hosts, inside
-from cluster.next_start import next_start
 from cluster.places import Amounts, Node, Place
 from cluster.pool_config import pool_of, role_of
 from cluster.ray_actors import NAMESPACE
 from cluster.router_settings import router_settings
-from credentials.config import TlsSettings
 from decode_worker.actor import DecodeActor
 from decode_worker.config import DecodeConfig
 from http_gateway.actor import GatewayActor, GatewayStart
@@ -97,18 +95,6 @@ def close_host(node_id: str) -> None:
     is_accepted, why = client.drain_node(node_id, reason, "its host goes", 0, timeout=CLOSE_S)
     if not is_accepted:
         raise StartError(f"Ray does not close the host {node_id}: {why}; nothing has changed")
-
-
-def next_start_of(node: Node, settings: TlsSettings, authority: bytes, *, is_home: bool) -> Any:
-    """Return a call that asks a host what its next processes would start with; see next_start."""
-    # One call per process: a later call must not find this code still in the process's memory.
-    one_call = ray.remote(num_cpus=0, max_retries=0, max_calls=1)
-    task: Any = one_call(next_start)  # type: ignore[arg-type] # Ray's hints lack keywords
-    where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    address = node["NodeManagerAddress"]
-    return task.options(scheduling_strategy=where).remote(
-        settings, address, authority, is_home=is_home
-    )
 
 
 def needs_of(deployment: Deployment, worker_id: str) -> Amounts:

@@ -7,8 +7,9 @@ from typing import Any
 import ray
 
 from cluster.attach import ask, named_actors
-from cluster.controller import CODE_TIMEOUT_S, ClusterFacts, Contracts
+from cluster.controller import ClusterFacts, Contracts
 from cluster.errors import ClusterError, ConfigError, StartError
+from cluster.host_looks import LOOK_TIMEOUT_S
 from cluster.interruption import NOTHING_CHANGED, told_at_interrupt
 from cluster.placement import CONTROL_GROUP, GATEWAY_NAME, ROUTER_NAME, gateways
 from cluster.scaling import check_restart, is_worker
@@ -56,7 +57,7 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
             )
     with told_at_interrupt(NOTHING_CHANGED):
         contracts: Contracts = ask(
-            controller.contract_versions.remote(), CODE_TIMEOUT_S + ANSWER_TIMEOUT_S
+            controller.contract_versions.remote(), LOOK_TIMEOUT_S + ANSWER_TIMEOUT_S
         )
     _check_contracts(contracts)
     _check_files(contracts, names)

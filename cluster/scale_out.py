@@ -10,8 +10,9 @@ import ray
 from cluster.attach import ASK_TIMEOUT_S, ask, router_address
 from cluster.certificates import own_client
 from cluster.config import ClusterConfig
-from cluster.controller import CODE_TIMEOUT_S, ClusterFacts
+from cluster.controller import ClusterFacts
 from cluster.errors import ClusterError, StartError
+from cluster.host_looks import LOOK_TIMEOUT_S
 from cluster.interruption import NOTHING_CHANGED, told_at_interrupt
 from cluster.placement import ROUTER_NAME
 from cluster.ray_actors import workers_on
@@ -19,7 +20,7 @@ from cluster.readiness import wait_ready, wait_until_served
 from cluster.scaling import ScalePlan, find_pool, told_workers
 
 LEAVE_MARGIN_S = 45.0  # beyond the grace: to close connections, and a start that drains at its end
-CHANGE_TIMEOUT_S = ASK_TIMEOUT_S + CODE_TIMEOUT_S  # hosts look at their files first
+CHANGE_TIMEOUT_S = ASK_TIMEOUT_S + LOOK_TIMEOUT_S  # hosts look at their files first
 LOOK_PERIOD_S = 0.1
 FORGET_TIMEOUT_S = 5.0
 SHOWN = "`pagewire status` shows it"

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import ray
 
 from cluster import controller as module
+from cluster import host_looks
 from cluster.config_file import load_config
 from cluster.controller import ControllerActor
 from cluster.deployment import Deployment
@@ -52,7 +53,8 @@ class World:
             module, "workers_on", lambda node: frozenset(self.on_host.get(node, ()))
         )
         monkeypatch.setattr(module, "close_host", lambda node: self.told.append(("close", node)))
-        monkeypatch.setattr(module, "hosts_now", lambda: (NODES, self.available))
+        for each in (module, host_looks):
+            monkeypatch.setattr(each, "hosts_now", lambda: (NODES, self.available))
         monkeypatch.setattr(module, "_now", lambda: self.now)
         monkeypatch.setattr(module, "place_worker", self._place)
         self.groups = {}  # group |-> workers that have had it

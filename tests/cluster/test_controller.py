@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from cluster import controller as module
+from cluster import host_looks
 from cluster.config_file import load_config
 from cluster.errors import ConfigError, PlacementError, StartError, Stopping
 from cluster.membership import HEARD_S
@@ -156,7 +157,7 @@ def test_a_restart_hears_which_processes_could_not_use_the_files_of_their_hosts(
         inside, front = found[node["NodeID"]]
         return NextStart(contract_version=8, wrong_files=inside, wrong_front_files=front)
 
-    monkeypatch.setattr(module, "next_start_of", next_start_of)
+    monkeypatch.setattr(host_looks, "_next_start_of", next_start_of)
 
     async def main():
         await world.start()
@@ -190,7 +191,7 @@ class Files:
         self.wrong = {}
         self.asked = []
         self.on_look = lambda: None
-        monkeypatch.setattr(module, "next_start_of", self._next_start_of)
+        monkeypatch.setattr(host_looks, "_next_start_of", self._next_start_of)
 
     async def _next_start_of(self, node, settings, content, *, is_home):
         self.asked.append(node["NodeID"])

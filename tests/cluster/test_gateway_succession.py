@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from cluster import controller as module
+from cluster import gateway_succession
 from cluster.errors import StartError
 from tests.cluster.controlled_actors import World
 
@@ -21,7 +22,7 @@ class Gateways:
         self.told = []
         self.ready = {}  # of those that were placed
         self.ended = {}  # of those that retire
-        monkeypatch.setattr(module, "place_gateway", self._place)
+        monkeypatch.setattr(gateway_succession, "place_gateway", self._place)
         monkeypatch.setattr(ray, "get_actor", self._actor)
         monkeypatch.setattr(ray, "kill", lambda actor, no_restart: self._tell("kill", actor.name))
 
@@ -59,7 +60,7 @@ def gateways(world, monkeypatch):
 def test_those_before_it_retire_when_a_gateway_serves_and_ray_starts_none_of_them_again(
     world, gateways, monkeypatch
 ):
-    monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(gateway_succession, "CLOSE_TIMEOUT_S", 0.05)
 
     async def main():
         await world.controller.__init__(world.deployment)
