@@ -3,56 +3,37 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import grpc
-
-from credentials.channel import ProvenChannel
-from credentials.party import Party
-from decode_worker import wire
 from decode_worker.config import DecodeConfig
-from decode_worker.errors import PrefillFailed, PrefillPassFailed
-from decode_worker.prefill_client import PrefillClient, PrefillStream
+from decode_worker.errors import PrefillPassFailed
+from decode_worker.prefill_peers import EXPECTED_ERRORS, PrefillPeers
 from decode_worker.remote_prefill import RemotePrefill
 from decode_worker.request import PrefillGroup, Request, TokenDelta
 from decode_worker.scheduler import Scheduler
 from decode_worker.wire import PrefillResult
 from kv_cache.page_pool import Quarantined
-from kv_transfer.connections import ConnectionPool, PeerKey
 from kv_transfer.driver import RunBlocking
-from kv_transfer.errors import ConnectionBroken, TransferError
+from kv_transfer.errors import ConnectionBroken
 from kv_transfer.joining import JoinedDigests
 from kv_transfer.messages import Ticket
-from kv_transfer.order import Incoming
-from kv_transfer.users import Users
 from observability.logs import fields
 from observability.tracing import NoSpan
 from pagewire.protos.call_tasks import mark_seen
 from pagewire.protos.trace_context import TraceContext
-from protos.contract import contract_difference
 from worker.context import WorkerContext
 from worker.errors import InternalError, WorkerError
 from worker.identity import WorkerIdentity
 
 logger = logging.getLogger(__name__)
 
-EXPECTED_ERRORS = (PrefillFailed, TransferError, TimeoutError)  # any other is a bug
-
-
-@dataclass(eq=False, slots=True)
-class _Peer:
-    """What is kept for a prefill worker."""
-
-    users: Users  # attempts, and the connecting ahead
-    client: PrefillClient | None = None  # made when one needs it
-
 
 class PrefillReceivers:
-    """All attempts of a decode worker, its streams and its connections to prefill workers.
+    """All attempts of a decode worker.
 
     Args:
+        peers: What is kept for prefill workers.
         on_deltas: Takes the first tokens of a group.
         on_failure: Ends a request that met a bug.
         on_failed_pass: Called for each failed pass of a prefill worker, with the request.
@@ -63,7 +44,7 @@ class PrefillReceivers:
         context: WorkerContext[DecodeConfig],
         *,
         scheduler: Scheduler,
-        connect_channel: Callable[[str], grpc.aio.Channel],
+        peers: PrefillPeers,
         random_id: Callable[[], bytes],
         run_blocking: RunBlocking,
         on_deltas: Callable[[Sequence[TokenDelta]], None],
@@ -73,34 +54,14 @@ class PrefillReceivers:
         self._context = context
         self._config = context.config
         self._scheduler = scheduler
-        self._connect_channel = connect_channel
+        self._peers = peers
         self._random_id = random_id
         self._digests = JoinedDigests(context.storage, run_blocking=run_blocking)
         self._on_deltas = on_deltas
         self._on_failure = on_failure
         self._on_failed_pass = on_failed_pass
-        self._connections = ConnectionPool(
-            context.transports, random_id=lambda: random_id().hex(), key_of=self._transfer_key
-        )
-        self._peers: dict[WorkerIdentity, _Peer] = {}  # whom a request has needed not long ago
         self._distrusted: dict[WorkerIdentity, asyncio.TimerHandle] = {}  # |-> ends the distrust
         self._running: dict[asyncio.Task[None], PrefillGroup] = {}  # outcome not known yet
-        self._meeting: dict[WorkerIdentity, asyncio.Task[None]] = {}  # |-> connects ahead
-
-    def connect(self, senders: Sequence[WorkerIdentity]) -> None:
-        """Begin to connect to prefill workers, so that the first request need not wait.
-
-        A worker of which another incarnation is known, or named earlier, is skipped until a request
-        needs it: a router with a late membership must not break transfers of the present one.
-        """
-        known = {each.worker_id: each for each in (*self._meeting, *self._peers)}
-        for sender in senders:
-            is_known = known.setdefault(sender.worker_id, sender) == sender
-            if is_known and sender not in self._meeting:
-                self._meeting[sender] = self._context.tasks.start(
-                    self._connect_ahead(sender), name=f"connect-{sender.worker_id}"
-                )
-                self._meeting[sender].add_done_callback(partial(self._met, sender))
 
     def start(self, group: PrefillGroup) -> None:
         """Begin an attempt at the group's next candidate; its pages are reserved."""
@@ -120,21 +81,14 @@ class PrefillReceivers:
         for task, group in self._running.items():
             if group.is_ended:
                 task.cancel()
-        for meeting in self._meeting.values():
-            meeting.cancel()
 
-    async def close(self) -> None:
-        """Close connections and channels; no attempt may be left."""
+    def close(self) -> None:
+        """Stop the timers; no attempt may be left."""
         for timer in self._distrusted.values():
             timer.cancel()
-        await self._connections.close()
-        for peer in self._peers.values():
-            peer.users.forget()
-            if peer.client is not None:
-                await peer.client.close()
 
     async def _receive(self, group: PrefillGroup, sender: WorkerIdentity) -> None:
-        with self._peer(sender).users.one():
+        with self._peers.using(sender):
             await self._attempt(group, sender)
 
     async def _attempt(self, group: PrefillGroup, sender: WorkerIdentity) -> None:
@@ -251,9 +205,9 @@ class PrefillReceivers:
             ),
             contract_version=self._context.identity.contract_version,
             model=self._context.model,
-            stream=partial(self._stream, sender),
-            connect=partial(self._connection, sender),
-            drop=self._connections.drop,
+            stream=partial(self._peers.stream, sender),
+            connect=partial(self._peers.connection, sender),
+            drop=self._peers.drop,
             storage=self._context.storage,
             on_commit=lambda num_pages: self._commit(group, num_pages),
             deadlines=self._config.transfer_deadlines,
@@ -265,102 +219,6 @@ class PrefillReceivers:
     def _commit(self, group: PrefillGroup, num_pages: int) -> None:
         self._scheduler.receive_committed(group, num_pages)
         self._context.wake.set()  # other groups may wait for these pages
-
-    async def _connection(self, sender: WorkerIdentity) -> Incoming:
-        """Return the connection to a prefill worker; the Connect call makes it if there is none.
-
-        Raises:
-            PrefillFailed: The worker refused, could not be reached or speaks another contract.
-            TransferError: The connection was not made in time.
-        """
-        own_version = self._context.identity.contract_version
-        if difference := contract_difference(sender.contract_version, own_version):
-            raise PrefillFailed(difference)
-        connect_s = self._config.transfer_deadlines.connect_s
-
-        async def connect(connection_id: str, transport: str, offer: bytes) -> None:
-            await wire.connect(
-                self._client(sender).channel,
-                receiver=self._context.identity,
-                sender_incarnation=sender.incarnation,
-                connection_id=connection_id,
-                transport=transport,
-                offer=offer,
-                layout=self._context.layout.describe(),
-                timeout_s=connect_s,
-            )
-            self._forget_other_starts(sender)
-
-        return await self._connections.get(
-            (sender.worker_id, sender.incarnation),
-            connect,
-            asyncio.get_running_loop().time() + connect_s,
-        )
-
-    def _met(self, sender: WorkerIdentity, _: asyncio.Task[None]) -> None:
-        del self._meeting[sender]
-
-    async def _connect_ahead(self, sender: WorkerIdentity) -> None:
-        try:
-            with self._peer(sender).users.one():
-                await self._connection(sender)
-        except EXPECTED_ERRORS as error:
-            # The first request tries again, and reports to its router if that fails, too.
-            logger.info(
-                "connection_failed",
-                extra=fields(prefill_worker=sender.worker_id, error=str(error)),
-            )
-        except Exception:
-            logger.exception("connect_crashed")  # a bug, which has left nothing behind
-
-    def _peer(self, sender: WorkerIdentity) -> _Peer:
-        peer = self._peers.get(sender)
-        if peer is None:
-            idle_s = self._config.transfer_deadlines.idle_s
-            peer = self._peers[sender] = _Peer(Users(idle_s, partial(self._give_up, sender)))
-        return peer
-
-    def _give_up(self, sender: WorkerIdentity) -> None:
-        """Free what is kept for a prefill worker that no request has needed for long."""
-        logger.info("peer_forgotten", extra=fields(prefill_worker=sender.worker_id))
-        self._leave(sender)
-        self._connections.forget((sender.worker_id, sender.incarnation))
-
-    def _forget_other_starts(self, present: WorkerIdentity) -> None:
-        """Free what is kept for other starts of a prefill worker: this one has answered.
-
-        A start that a router names may be gone: the router may have late news.
-        """
-        for other in [each for each in self._peers if each.worker_id == present.worker_id]:
-            if other != present:
-                self._give_up(other)
-
-    def _leave(self, sender: WorkerIdentity) -> None:
-        peer = self._peers.pop(sender)
-        peer.users.forget()
-        if peer.client is not None:
-            self._context.tasks.start(_close(peer.client), name=f"close-client-{sender.worker_id}")
-
-    def _stream(self, sender: WorkerIdentity) -> PrefillStream:
-        return self._client(sender).stream()
-
-    def _client(self, sender: WorkerIdentity) -> PrefillClient:
-        peer = self._peer(sender)
-        if peer.client is None:
-            callee = self._context.credentials.callee(sender.as_party("prefill"))
-            peer.client = PrefillClient(
-                ProvenChannel(self._connect_channel(sender.address), callee),
-                write_s=self._config.transfer_deadlines.grant_s,
-            )
-        return peer.client
-
-    def _transfer_key(self, peer_key: PeerKey, connection_id: str) -> bytes:
-        name, incarnation = peer_key
-        return self._context.credentials.transfer_key(
-            connection_id,
-            sender=Party(role="prefill", name=name, incarnation=incarnation),
-            receiver=self._context.credentials.party,
-        )
 
     def _log_failure(
         self, group: PrefillGroup, sender: WorkerIdentity, error: BaseException | None
@@ -375,13 +233,6 @@ class PrefillReceivers:
                 error=f"{type(error).__name__}: {error}" if error else "cancelled",
             ),
         )
-
-
-async def _close(client: PrefillClient) -> None:
-    try:
-        await client.close()
-    except Exception:
-        logger.exception("client_close_failed")  # it is no longer used
 
 
 def _may_write(attempt: RemotePrefill | None) -> bool:

@@ -11,6 +11,7 @@ from decode_worker.admission import check_request
 from decode_worker.config import DecodeConfig
 from decode_worker.masks import TokenMasks
 from decode_worker.outbox import Outbox, RequestFailure
+from decode_worker.prefill_peers import PrefillPeers
 from decode_worker.receiving import PrefillReceivers
 from decode_worker.request import Request, TokenDelta
 from decode_worker.scheduler import Scheduler
@@ -79,10 +80,11 @@ class DecodeWorker:
         )
         self._config = config
         self._context = context
+        self._peers = PrefillPeers(context, connect_channel=connect_channel, random_id=random_id)
         self._receivers = PrefillReceivers(
             context,
             scheduler=self.scheduler,
-            connect_channel=connect_channel,
+            peers=self._peers,
             random_id=random_id,
             run_blocking=run_blocking,
             on_deltas=self.progressed,
@@ -161,12 +163,14 @@ class DecodeWorker:
         """Return when no request is left."""
         await self._all_ended.wait()
         self._receivers.cancel_unneeded()
+        self._peers.stop_meeting()
 
     def end_all(self, error: WorkerError) -> None:
         """End all requests and sessions, and tell the routers the reason."""
         for request in list(self._active):
             self.failed(request, error)
         self._receivers.cancel_unneeded()
+        self._peers.stop_meeting()
         for outbox in self._sessions:
             outbox.close()
 
@@ -180,7 +184,8 @@ class DecodeWorker:
         """End the sessions, and close connections and channels."""
         for outbox in self._sessions:
             outbox.close()
-        await self._receivers.close()
+        self._receivers.close()
+        await self._peers.close()
 
     # What sessions ask for (see server.RequestSink).
 
@@ -206,7 +211,7 @@ class DecodeWorker:
         """Connect to prefill workers that requests may need."""
         self.scheduler.meet(prefill_workers)
         if not self._context.is_draining:
-            self._receivers.connect(prefill_workers)
+            self._peers.connect(prefill_workers)
 
     def submit(self, request: Request, outbox: Outbox) -> None:
         """Take a request; rejections go to the outbox."""

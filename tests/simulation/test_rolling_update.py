@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-import decode_worker.receiving
+import decode_worker.prefill_peers
 import router.worker_watch
 import worker.context
 from observability.logs import ATTRIBUTE
@@ -93,7 +93,7 @@ def test_a_rolling_update_fails_no_request_and_mixes_no_versions(
 
 
 def test_the_scenario_finds_a_missing_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (router.worker_watch, decode_worker.receiving, worker.context):
+    for module in (router.worker_watch, decode_worker.prefill_peers, worker.context):
         monkeypatch.setattr(module, "contract_difference", lambda found, allowed: "")
 
     with pytest.raises(AssertionError, match="another version was asked"):

@@ -60,9 +60,9 @@ def worker_leaks(worker: WorkerHost) -> list[str]:
     held = {"background tasks": len(worker._context.tasks._tasks)}
     if pool.name == "decode":
         queues += ["_receiving", "_joining", "_running"]
-        receivers = pool._receivers
-        num_meeting = len(receivers._meeting)  # connected ahead, for no request
-        num_users = sum(each.users._num_users for each in receivers._peers.values())
+        peers = pool._peers
+        num_meeting = len(peers._meeting)  # connected ahead, for no request
+        num_users = sum(each.users._num_users for each in peers._peers.values())
         held["background tasks"] -= num_meeting
         held |= {
             "requests": len(pool._active),
@@ -71,7 +71,7 @@ def worker_leaks(worker: WorkerHost) -> list[str]:
             "seats": scheduler._seats._num_seats - len(set(scheduler._seats._free)),
             "steps in flight": scheduler._num_in_flight,
             "masks": len(pool._masks._busy),
-            "attempts": len(receivers._running),
+            "attempts": len(pool._receivers._running),
             "users of peers": num_users - num_meeting,
         }
     else:
