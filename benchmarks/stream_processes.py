@@ -241,7 +241,7 @@ def run_router(
     from credentials.channel import ProvenChannel
     from router.config import RouterConfig
     from router.front import make_server
-    from router.membership import PoolName, WorkerMember
+    from router.membership import WorkerMember, WorkerRole
     from router.random_ids import random_ids
     from router.router import Router
 
@@ -266,7 +266,7 @@ def run_router(
         server = make_server(config, shares_port=shared_port is not None)
         router.register(server)
         await router.start()
-        workers: dict[PoolName, int | None] = {"decode": worker_port, "prefill": prefill_port}
+        workers: dict[WorkerRole, int | None] = {"decode": worker_port, "prefill": prefill_port}
         await router.set_workers(
             [
                 WorkerMember(

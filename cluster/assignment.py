@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from router.membership import PoolName
+from router.membership import WorkerRole
 
 UNITS = 10_000  # of one, in which Ray counts resources
 # Steps of the search, about a fifth of a second; the answer is the best one where fewer suffice, as
@@ -43,7 +43,7 @@ class Room:
 class Wish:
     """Workers of a role with equal needs."""
 
-    role: PoolName
+    role: WorkerRole
     needs: Mapping[str, float]  # of each; resource |-> amount
     worker_ids: Sequence[str]
 
@@ -140,9 +140,11 @@ def _gain(room: Room, wishes: Sequence[Wish], filling: Sequence[int]) -> int:
     return present["prefill"] * present["decode"] - room.num_prefill * room.num_decode
 
 
-def _num_workers(room: Room, wishes: Sequence[Wish], filling: Sequence[int]) -> dict[PoolName, int]:
+def _num_workers(
+    room: Room, wishes: Sequence[Wish], filling: Sequence[int]
+) -> dict[WorkerRole, int]:
     """Return how many workers of each role a host then has."""
-    present: dict[PoolName, int] = {"prefill": room.num_prefill, "decode": room.num_decode}
+    present: dict[WorkerRole, int] = {"prefill": room.num_prefill, "decode": room.num_decode}
     for wish, count in zip(wishes, filling, strict=True):
         present[wish.role] += count
     return present
@@ -188,7 +190,7 @@ def _topped_up(
         num_left = len(wish.worker_ids) - sum(each[number] for each in counts)
         if not num_left:
             continue
-        partners: PoolName = "decode" if wish.role == "prefill" else "prefill"
+        partners: WorkerRole = "decode" if wish.role == "prefill" else "prefill"
         for index in sorted(range(len(rooms)), key=lambda index: -present[index][partners]):
             added = min(num_left, _num_fitting(free[index], wish))
             free[index] = _without(free[index], wish, added)

@@ -61,7 +61,7 @@ from llm_engine.model_identity import ModelIdentity, read_identity
 from observability.actor import has_come_back
 from observability.logs import configure_logging, fields
 from options.kept_by_name import kept_by_name
-from router.membership import PoolName, WorkerMember
+from router.membership import WorkerMember, WorkerRole
 
 log = logging.getLogger(__name__)
 
@@ -361,7 +361,7 @@ class ControllerActor:
         worker_id: str,
         incarnation: int,
         address: str,
-        pool: PoolName,
+        role: WorkerRole,
         is_leaving: bool,
         node_id: str,
         resources: Mapping[str, float],
@@ -372,7 +372,7 @@ class ControllerActor:
             worker_id=worker_id,
             incarnation=incarnation,
             address=address,
-            pool=pool,
+            pool=role,
             is_draining=is_leaving,
             contract_version=contract_version,
         )

@@ -11,10 +11,10 @@ from typing import Any
 
 from options.kept_by_name import kept_by_name
 from options.option import OptionName, WrongOption, check_options, option
-from router.membership import PoolName
+from router.membership import WorkerRole
 
 # And the names of their first pools.
-ROLES: tuple[PoolName, ...] = ("prefill", "decode")
+ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
 SECTION = "pools"
 NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 ACCEPTED_NAME = "a lower-case letter, then at most 31 lower-case letters, digits and underscores"
@@ -102,7 +102,7 @@ def pool_of(worker_id: str) -> str:
     return worker_id.rpartition("-")[0]
 
 
-def role_of(name: str) -> PoolName:
+def role_of(name: str) -> WorkerRole:
     """Return the role of a worker or of a pool, by its name or key alone."""
     return "prefill" if name.startswith("prefill") else "decode"
 

@@ -21,13 +21,13 @@ from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from protos.addresses import join_address
 from protos.peer_limits import peer_guard
 from protos.rpc_server import rpc_server
-from router.membership import PoolName, WorkerMember
+from router.membership import WorkerMember, WorkerRole
 
 log = logging.getLogger(__name__)
 
 REPEAT_S = 1.0  # as protos/controller.proto says it
 MAX_WATCHES = 4096  # of routers, each has one
-_POOLS: dict[PoolName, common_pb2.Pool] = {
+_POOLS: dict[WorkerRole, common_pb2.Pool] = {
     "prefill": common_pb2.POOL_PREFILL,
     "decode": common_pb2.POOL_DECODE,
 }

@@ -5,7 +5,7 @@ from typing import Literal
 
 from protos.contract import CONTRACT_VERSION
 
-PoolName = Literal["prefill", "decode"]
+WorkerRole = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,7 +15,7 @@ class WorkerMember:
     worker_id: str  # stable name, "prefill-0"
     incarnation: int  # random 64-bit number of this start
     address: str  # "host:port" for connect_channel
-    pool: PoolName
+    pool: WorkerRole  # as the contract and metrics call it
     contract_version: int = CONTRACT_VERSION  # see protos/contract.py
     # It finishes its requests and then leaves. The start stays the same, so not compared.
     is_draining: bool = field(default=False, compare=False)

@@ -27,7 +27,7 @@ from router.chat_format import ToolCallFormat
 from router.errors import InvalidRequest, WrongDelta
 from router.generation import Delta, Failure, Finish, Generation, Output, WorkerStats
 from router.hot_prefixes import HotPrefix
-from router.membership import PoolName, WorkerMember
+from router.membership import WorkerMember, WorkerRole
 from router.prefix_index import CacheBatch, Position
 from router.prompt import Chat, ChatMessage, ToolCall
 from router.request import (
@@ -41,7 +41,10 @@ from router.resumption import ReceivedChoice, Resumption
 from router.tenants.tenant import Tenant
 from router.worker_report import KnownWorker, WorkerHeartbeat, WorkerInfo
 
-_POOLS: dict[int, PoolName] = {common_pb2.POOL_PREFILL: "prefill", common_pb2.POOL_DECODE: "decode"}
+_POOLS: dict[int, WorkerRole] = {
+    common_pb2.POOL_PREFILL: "prefill",
+    common_pb2.POOL_DECODE: "decode",
+}
 _FINISHES = {
     common_pb2.FINISH_REASON_STOP: Finish.STOP,
     common_pb2.FINISH_REASON_LENGTH: Finish.LENGTH,

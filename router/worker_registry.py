@@ -25,7 +25,7 @@ from pagewire.protos.call_tasks import is_own_cancellation
 from router.config import RouterConfig
 from router.errors import WorkerGone
 from router.lost_reason import lost_reason
-from router.membership import PoolName, WorkerMember
+from router.membership import WorkerMember, WorkerRole
 from router.prefix_index import PrefixIndex
 from router.request import ServedModel
 from router.worker import Worker
@@ -89,7 +89,7 @@ class WorkerRegistry:
                 worker.task = asyncio.create_task(self._follow(worker), name=f"follow-{worker_id}")
         self._notify()
 
-    def ready(self, pool: PoolName) -> list[Worker]:
+    def ready(self, pool: WorkerRole) -> list[Worker]:
         """Return the workers of a pool that take requests."""
         return [
             w
@@ -97,7 +97,7 @@ class WorkerRegistry:
             if w.member.pool == pool and w.state == "READY" and not w.is_leaving
         ]
 
-    def serving(self, pool: PoolName) -> list[Worker]:
+    def serving(self, pool: WorkerRole) -> list[Worker]:
         """Return the workers of a pool that have or take requests, draining ones included."""
         return [
             w
@@ -105,14 +105,14 @@ class WorkerRegistry:
             if w.member.pool == pool and w.state in ("READY", "DRAINING")
         ]
 
-    def is_due(self, pool: PoolName) -> bool:
+    def is_due(self, pool: WorkerRole) -> bool:
         """Return whether no worker of a pool takes requests, but one is being connected to."""
         return not self.ready(pool) and any(
             w.member.pool == pool and w.state == "CONNECTING" and not w.is_leaving
             for w in self._workers.values()
         )
 
-    def has_hanging(self, pool: PoolName) -> bool:
+    def has_hanging(self, pool: WorkerRole) -> bool:
         """Return whether a step of a worker of a pool hangs: it goes on, or the worker restarts."""
         return any(w.member.pool == pool and w.is_hanging for w in self._workers.values())
 
@@ -170,7 +170,7 @@ class WorkerRegistry:
         """Return the misfits among the members, which get no requests: name |-> reason."""
         return {name: worker.misfit for name, worker in self._workers.items() if worker.misfit}
 
-    def told_misfits(self, pool: PoolName | None = None) -> str:
+    def told_misfits(self, pool: WorkerRole | None = None) -> str:
         """Return in brackets why workers of a pool, or of any, are misfits; empty: none is."""
         misfits = [w for w in self._workers.values() if w.misfit and pool in (None, w.member.pool)]
         reasons = sorted({each.misfit for each in misfits})

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from router.membership import PoolName, WorkerMember
+from router.membership import WorkerMember, WorkerRole
 from router.request import ServedModel
 
 
@@ -12,7 +12,7 @@ class WorkerInfo:
 
     incarnation: int
     contract_version: int  # 0: it stated none
-    pool: PoolName | None  # None: it did not say
+    pool: WorkerRole | None  # None: it did not say
     model: ServedModel
     transports: tuple[str, ...]  # for pages, best first
     page_bytes: int  # 0: it did not say

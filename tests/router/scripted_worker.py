@@ -20,7 +20,7 @@ from pagewire.protos.token_ids import pack_token_ids, unpack_token_ids
 from pagewire.routers import token_metadata
 from protos.contract import CONTRACT_VERSION
 from router.config import RouterConfig
-from router.membership import PoolName, WorkerMember
+from router.membership import WorkerMember, WorkerRole
 from router.off_loop import RunBlocking
 from router.router import Router
 from router.tenants.gate import TenantGate
@@ -133,7 +133,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
 
     worker_id: str
     incarnation: int = 1
-    pool: PoolName = "decode"
+    pool: WorkerRole = "decode"
     token_s: float = 0.01
     serve: Serve = honest
     fingerprint: str = "f"
