@@ -553,26 +553,38 @@ def test_what_ends_the_reading_of_frames_ends_receives_at_once() -> None:
     run(scenario)
 
 
+async def end_while_two_copy(
+    receiving: Receiving, sending: Sending, pages: HostPages, *, num_pages: int
+) -> tuple[list[threading.Event], list[asyncio.Task[None]]]:
+    """Cancel the tasks that copy the first two pages, as whoever ends an event loop does to all.
+
+    Returns:
+        What lets the threads of both copies go on, and the sends and receives, of which all
+        receives have ended.
+    """
+    may_copy = [pages.hold(page) for page in range(2)]
+    sends, receives = post_both(receiving, sending, num_pages)
+    await until(lambda: len(pages.begun) == 2)
+    for copying in tuple(receiving._copies):
+        copying.cancel()
+    _, late = await asyncio.wait(receives, timeout=3)
+    assert not late
+    return may_copy, [*sends, *receives]
+
+
 def test_the_end_of_the_event_loop_begins_no_copy() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
             receiving, sending = await pair.connect()
             pages = pair.mapped
-            may_copy = [pages.hold(page) for page in range(2)]
-            sends, receives = post_both(receiving, sending, 6)
-            await until(lambda: len(pages.begun) == 2)
+            may_copy, posted = await end_while_two_copy(receiving, sending, pages, num_pages=6)
 
-            for copying in tuple(receiving._copies):
-                copying.cancel()  # as whoever ends the loop does to all its tasks
-            _, late = await asyncio.wait(receives, timeout=3)
-
-            assert not late
             for held in may_copy:
                 held.set()
             await until(lambda: len(pages.ended) == 2)
             await receiving.abort()
             assert pages.begun == [0, 1]
-            for each in (*sends, *receives):
+            for each in posted:
                 with pytest.raises(ConnectionBroken):
                     await each
 
@@ -584,12 +596,7 @@ def test_pages_stay_mapped_while_threads_copy_whose_tasks_were_cancelled() -> No
         async with a_pair() as pair:
             receiving, sending = await pair.connect()
             pages = pair.mapped
-            may_copy = [pages.hold(page) for page in range(2)]
-            sends, receives = post_both(receiving, sending, 2)
-            await until(lambda: len(pages.begun) == 2)
-            for copying in tuple(receiving._copies):
-                copying.cancel()  # as whoever ends the loop does to all its tasks
-            await asyncio.wait(receives, timeout=3)
+            may_copy, posted = await end_while_two_copy(receiving, sending, pages, num_pages=2)
 
             abort = asyncio.create_task(receiving.abort())
             may_copy[1].set()
@@ -602,7 +609,7 @@ def test_pages_stay_mapped_while_threads_copy_whose_tasks_were_cancelled() -> No
             assert not is_closed
             assert pages.is_closed.is_set()
             assert pages.ended == [1, 0]
-            await asyncio.gather(*sends, *receives, return_exceptions=True)
+            await asyncio.gather(*posted, return_exceptions=True)
 
     run(scenario)
 
