@@ -55,7 +55,7 @@ from cluster.scaling import (
 )
 from cluster.server import MemberServer
 from credentials.door import ClusterLinks
-from credentials.party import CONTROLLER_NAME
+from credentials.party import CONTROLLER_PARTY_NAME
 from credentials.secret import RouterKeys
 from llm_engine.model_identity import ModelIdentity, read_identity
 from observability.actor import has_come_back
@@ -111,7 +111,7 @@ class ControllerActor:
         self._ending: set[str] = set()  # workers that have said that they end
         self._has_ended = asyncio.Event()  # one of them, or one that was killed
         self._succession = GatewaySuccession(deployment)
-        keys = deployment.secret.keys_of("controller", CONTROLLER_NAME)
+        keys = deployment.secret.keys_of("controller", CONTROLLER_PARTY_NAME)
         try:
             host = own_address(config)
             door = ClusterLinks(config.tls_settings).door

@@ -5,7 +5,7 @@ from typing import Literal
 
 Role = Literal["router", "prefill", "decode", "controller"]
 
-CONTROLLER_NAME = "controller"
+CONTROLLER_PARTY_NAME = "controller"  # in proofs; its name in Ray is another one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from credentials.channel import ProvenChannel
 from credentials.cluster import ClusterCredentials
 from credentials.door import ClusterLinks, front_door
-from credentials.party import CONTROLLER_NAME, Party
+from credentials.party import CONTROLLER_PARTY_NAME, Party
 from credentials.rules import HEALTH_SERVICE
 from observability.logs import fields
 from observability.metrics_server import MetricsServer, ask_loop
@@ -212,5 +212,5 @@ def connect_controller(
     credentials: ClusterCredentials, links: ClusterLinks, address: str, incarnation: int
 ) -> ProvenChannel:
     """Open a channel to one start of a controller."""
-    callee = Party(role="controller", name=CONTROLLER_NAME, incarnation=incarnation)
+    callee = Party(role="controller", name=CONTROLLER_PARTY_NAME, incarnation=incarnation)
     return ProvenChannel(links.connect(address), credentials.callee(callee))

@@ -25,7 +25,7 @@ from credentials.config import TlsSettings
 from credentials.door import ClusterLinks
 from credentials.gate import ServerGate
 from credentials.key_file import read_router_keys, write_router_keys
-from credentials.party import CONTROLLER_NAME
+from credentials.party import CONTROLLER_PARTY_NAME
 from credentials.secret import ClusterSecret
 from pagewire import AsyncClient, AsyncStream, Completion
 from pagewire.protos import worker_pb2, worker_pb2_grpc
@@ -104,7 +104,8 @@ async def controller_and_worker(
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
     worker_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
     await server.start()
-    keys, door = SECRET.keys_of("controller", CONTROLLER_NAME), ClusterLinks(TlsSettings()).door
+    keys = SECRET.keys_of("controller", CONTROLLER_PARTY_NAME)
+    door = ClusterLinks(TlsSettings()).door
     controller = MemberServer(keys, "127.0.0.1", port, door)
     address = await controller.start()
     controller.publish([replace(worker.member, address=f"127.0.0.1:{worker_port}")])

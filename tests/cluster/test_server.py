@@ -16,7 +16,7 @@ from cluster.server import MemberServer
 from credentials.cluster import ClusterCredentials
 from credentials.config import TlsSettings
 from credentials.door import ClusterLinks
-from credentials.party import CONTROLLER_NAME
+from credentials.party import CONTROLLER_PARTY_NAME
 from credentials.rules import CONTROLLER_CALLERS
 from credentials.secret import ClusterSecret
 from observability.logs import ATTRIBUTE
@@ -103,7 +103,8 @@ async def serving(
     port: int = 0, tls: TlsSettings = IN_CLEAR
 ) -> AsyncIterator[tuple[MemberServer, str]]:
     door = ClusterLinks(tls).door
-    server = MemberServer(SECRET.keys_of("controller", CONTROLLER_NAME), "127.0.0.1", port, door)
+    keys = SECRET.keys_of("controller", CONTROLLER_PARTY_NAME)
+    server = MemberServer(keys, "127.0.0.1", port, door)
     address = await server.start()
     try:
         yield server, address
