@@ -16,18 +16,12 @@ from typing import Any, Protocol
 
 import grpc
 
+from pagewire.failures import FailureWithin, failure_from, failure_from_status, stream_ended
 from pagewire.protos import inference_pb2
 from pagewire.protos.call_tasks import is_own_cancellation
 from pagewire.protos.gathering import READS_MORE_KEY, gather
 from pagewire.protos.grpc_options import MAX_STREAM_AGE_S
-from pagewire.wire import (
-    AnswerPart,
-    FailureWithin,
-    NextToken,
-    failure_from,
-    failure_from_status,
-    stream_ended,
-)
+from pagewire.wire import AnswerPart, NextToken
 
 ENVELOPE_BYTES = 64  # most bytes of a GenerateManyRequest around the request it starts
 MAX_MS = 2**32 - 1

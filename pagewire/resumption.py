@@ -25,10 +25,11 @@ from pagewire.errors import (
     TlsError,
     UnavailableError,
 )
+from pagewire.failures import CallFailure, FailureWithin, timed_out
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import pack_token_ids, token_array
 from pagewire.routers import FIRST_PAUSE_S, LONGEST_PAUSE_S, Routers, pause_within
-from pagewire.wire import AnswerPart, CallFailure, FailureWithin, NextToken, timed_out
+from pagewire.wire import AnswerPart, NextToken
 
 MAX_LOSSES = 16  # of routers, during one call
 

@@ -12,13 +12,13 @@ import grpc
 
 from pagewire.calls import ENVELOPE_BYTES, CallStream, Metadata, Receiver, RunningCall, SingleCall
 from pagewire.errors import ClosedError, ConnectionFailedError, PagewireError, TlsError
+from pagewire.failures import CallFailure, failure_from
 from pagewire.protos import inference_pb2, inference_pb2_grpc
 from pagewire.protos.call_tasks import is_own_cancellation
 from pagewire.protos.gathering import READS_TOKENS_KEY
 from pagewire.protos.grpc_options import LARGE_REQUEST_BYTES, MESSAGE_OPTIONS
 from pagewire.protos.tls_channel import TlsChannel
 from pagewire.tls import Tls, why_no_connection
-from pagewire.wire import CallFailure, failure_from
 
 BEGIN_S = 1.0  # for a call that has not begun
 RESTART_S = 5.0  # the same, while a router that has served may be starting again

@@ -15,8 +15,8 @@ import grpc
 
 from credentials.channel import ProvenChannel, told_incarnation
 from observability.logs import fields
+from pagewire.failures import NO_GRPC
 from pagewire.protos.call_tasks import is_own_cancellation
-from pagewire.wire import NO_GRPC
 from router import wire
 from router.errors import ControllerGone
 from router.lost_reason import lost_reason

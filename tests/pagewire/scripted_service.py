@@ -15,10 +15,10 @@ from grpc_status import rpc_status
 from credentials.config import TlsSettings
 from credentials.door import Door, front_door
 from pagewire import AsyncClient
+from pagewire.failures import STATUS_DETAILS_KEY
 from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc
 from pagewire.protos.gathering import READS_MORE_KEY, READS_TOKENS_KEY
 from pagewire.protos.token_ids import TOKEN_BYTES, pack_token_ids, unpack_token_ids
-from pagewire.wire import STATUS_DETAILS_KEY
 from router.front import MIN_PING_INTERVAL_MS
 
 Script = Callable[[Any, Any], AsyncIterator[Any]]  # (request, context) -> responses

@@ -11,10 +11,10 @@ from google.rpc import error_details_pb2
 import pagewire
 from cluster.config import ClusterConfig
 from pagewire import AsyncClient, Client
+from pagewire.failures import CallFailure
 from pagewire.protos import common_pb2
 from pagewire.protos.token_ids import unpack_token_ids
 from pagewire.routers import RESTART_S, Routers, no_better
-from pagewire.wire import CallFailure
 from tests.pagewire.scripted_service import (
     abort,
     response,

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from pagewire import OverloadedError
+from pagewire.failures import error_from
 from pagewire.protos import inference_pb2
-from pagewire.wire import error_from
 from protos import call_guard
 from protos.call_guard import CallGuard
 from protos.field_count import check_num_fields
