@@ -37,6 +37,7 @@ class Fields:
         self._left = {name: value for name, value in values.items() if value is not None}
         self._path = path
         self._known: set[str] = set()  # names that were asked for
+        self._missing: HttpError | None = None  # the first field that is required and not given
 
     def name(self, field: str) -> str:
         """Return the path of a field in the request."""
@@ -57,6 +58,25 @@ class Fields:
         value = self._typed(field, str, "a string", default)
         self._check_encodable(field, value)
         return value
+
+    def required_text(self, field: str, *, empty: str | None = None) -> str:
+        """Return a text that must be given.
+
+        `refuse_others` refuses its absence, after slips in its name.
+
+        Args:
+            field: Its name.
+            empty: How the error describes an empty text; None allows it.
+        """
+        if not self.has(field):
+            self._missing = self._missing or refused(
+                self.name(field), "none", "a string", code="missing_required_parameter"
+            )
+            return ""
+        text = self.text(field)
+        if empty is not None and not text:
+            raise self.refused(field, empty, "at least one character")
+        return text
 
     def texts(self, field: str) -> dict[str, str]:
         """Return an object of texts; empty where it is absent."""
@@ -112,9 +132,11 @@ class Fields:
             self.take(field)
 
     def refuse_others(self) -> None:
-        """Refuse remaining fields, which would otherwise be ignored silently."""
+        """Refuse remaining fields, which would otherwise be ignored silently; then missing ones."""
         if self._left:
             raise joined([self._unknown(name) for name in islice(self._left, MAX_UNKNOWN)])
+        if self._missing is not None:
+            raise self._missing
 
     def refused(self, field: str, found: str, allowed: str) -> HttpError:
         """Make the error for a wrong value of a field."""

@@ -13,7 +13,7 @@ from pagewire.arguments import shown
 from pagewire.chat_arguments import MAX_MESSAGES
 
 MAX_PARTS = 10_000  # of a message
-_KEPT = ("name", "reasoning_content", "tool_calls", "tool_call_id")
+EMPTY_ID = "an empty id"
 _UNSUPPORTED = {
     "audio": Unsupported("there is no audio"),
     "function_call": Unsupported("it is deprecated; use tool_calls"),
@@ -148,13 +148,41 @@ def _message(value: object, path: str) -> dict[str, Any]:
     fields = as_object(value, path)
     fields.refuse_unsupported(_UNSUPPORTED)
     fields.drop("annotations")  # of an answer that a client sends back
-    message = {"role": fields.text("role")}
+    message: dict[str, Any] = {"role": fields.text("role")}
     content = fields.take("content")
-    kept = {name: found for name in _KEPT if (found := fields.take(name)) is not None}
+    message["name"] = fields.text("name")
+    message["reasoning_content"] = fields.text("reasoning_content")
+    if message["role"] == "tool":
+        message["tool_call_id"] = fields.required_text("tool_call_id", empty=EMPTY_ID)
+    else:
+        message["tool_call_id"] = fields.text("tool_call_id")
+    calls = fields.array("tool_calls")
     fields.refuse_others()
     if content is not None:
         message["content"] = content_text(content, f"{path}.content")
-    return {**message, **kept}
+    message["tool_calls"] = [_call(each, f"{path}.tool_calls[{i}]") for i, each in enumerate(calls)]
+    return message
+
+
+def _call(value: object, path: str) -> dict[str, Any]:
+    """Return a call in a message of the assistant."""
+    fields = as_object(value, path)
+    kind = fields.text("type", "function")
+    if kind != "function":
+        raise fields.refused("type", shown_text(kind), "'function'")
+    function = fields.object("function")
+    call = {
+        "id": fields.required_text("id", empty=EMPTY_ID),
+        "function": called_function(function),
+    }
+    fields.refuse_others()
+    function.refuse_others()
+    return call
+
+
+def called_function(fields: Fields) -> dict[str, str]:
+    """Return the name and the arguments of a call; the latter may be an empty text."""
+    return {name: fields.required_text(name) for name in ("name", "arguments")}
 
 
 def content_text(content: object, path: str, types: Mapping[str, str] = _TEXT_PARTS) -> str:
@@ -179,11 +207,9 @@ def _part(value: object, path: str, types: Mapping[str, str]) -> str:
     if kind not in types:
         allowed = f"{' or '.join(map(repr, types))}: this gateway takes text only"
         raise refused(f"{path}.type", shown_text(kind), allowed)
-    has_text, text = fields.has(types[kind]), fields.text(types[kind])
+    text = fields.required_text(types[kind])
     fields.drop("annotations", "logprobs")
-    fields.refuse_others()  # such as a slip in its name
-    if not has_text:
-        raise fields.refused(types[kind], "none", "a string")
+    fields.refuse_others()
     return text
 
 

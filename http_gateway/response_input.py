@@ -6,7 +6,7 @@ from typing import Any
 
 from http_gateway.errors import refused
 from http_gateway.fields import Fields, as_object
-from http_gateway.messages import check_count, content_text
+from http_gateway.messages import EMPTY_ID, called_function, check_count, content_text
 from pagewire.arguments import check_text, shown, shown_with_type
 from pagewire.chat_arguments import MAX_MESSAGES
 
@@ -86,7 +86,8 @@ class _Turns:
                 self._add_call(item, path)
             case "function_call_output":
                 output = content_text(item.take("output"), item.name("output"), _TEXTS)
-                message = {"role": "tool", "tool_call_id": item.text("call_id"), "content": output}
+                call_id = item.required_text("call_id", empty=EMPTY_ID)
+                message = {"role": "tool", "tool_call_id": call_id, "content": output}
                 self._append(message, path)
             case _:
                 raise item.refused("type", shown(kind), _ITEMS)
@@ -106,8 +107,11 @@ class _Turns:
         self._reasoning += content_text(item.array("content"), item.name("content"), types)
 
     def _add_call(self, item: Fields, path: str) -> None:
-        function = {"name": item.text("name"), "arguments": item.text("arguments")}
-        call = {"id": item.text("call_id"), "type": "function", "function": function}
+        call = {
+            "id": item.required_text("call_id", empty=EMPTY_ID),
+            "type": "function",
+            "function": called_function(item),
+        }
         last = self._messages[-1] if self._messages else {}
         if last.get("role") != "assistant":
             last = {"role": "assistant", "content": ""}

@@ -533,7 +533,11 @@ PROMPTS = [
     chat_text(
         "reasoning_content", body='"role": "assistant", "content": "BAD", "reasoning_content": %s'
     ),
-    chat_text("tool_call_id", body='"role": "tool", "content": "BAD", "tool_call_id": %s'),
+    chat_text(
+        "tool_call_id",
+        body='"role": "tool", "content": "BAD", "tool_call_id": %s',
+        **{MISSING: [(NO, "null", "a string")], EMPTY: [(NO, '""', "at least one character")]},
+    ),
     chat_text("name", body='"role": "user", "content": "BAD", "name": %s'),
     field(
         "chat.messages.tool_calls",
@@ -544,7 +548,9 @@ PROMPTS = [
             SIZE: [
                 (
                     [{"name": "f", "arguments": "BAD" * 3}] * 2000,
-                    json.dumps([{"function": {"name": "f", "arguments": "BAD" * 3}}] * 2000),
+                    json.dumps(
+                        [{"id": "c", "function": {"name": "f", "arguments": "BAD" * 3}}] * 2000
+                    ),
                     "at most 16384",
                 )
             ],
@@ -556,13 +562,19 @@ PROMPTS = [
         "tool_calls.name",
         http="tool_calls[0].function.name",
         body=CALL % ('"c"', '{"name": %s, "arguments": "{}"}'),
-        empty=[("", '""', "")],
+        **{MISSING: [(NO, "null", "a string")], EMPTY: [("", '""', "")]},
     ),
-    chat_text("tool_calls.id", http="tool_calls[0].id", body=CALL % ("%s", '{"name": "f"}')),
+    chat_text(
+        "tool_calls.id",
+        http="tool_calls[0].id",
+        body=CALL % ("%s", '{"name": "f", "arguments": "{}"}'),
+        **{MISSING: [(NO, "null", "a string")], EMPTY: [(NO, '""', "at least one character")]},
+    ),
     chat_text(
         "tool_calls.arguments",
         http="tool_calls[0].function.arguments",
         body=CALL % ('"c"', '{"name": "f", "arguments": %s}'),
+        **{MISSING: [(NO, "null", "a string")]},
     ),
     field(
         "chat.tools_json",
@@ -1006,29 +1018,41 @@ HTTP_ONLY = [
     inside(
         of_item("name", '"type": "function_call", "call_id": "c", "arguments": "", "name": %s'),
         "a string",
-        NO_TEXTS,
+        {**NO_TEXTS, MISSING: ["null"]},
     ),
     inside(
         of_item(
             "arguments", '"type": "function_call", "call_id": "c", "name": "f", "arguments": %s'
         ),
         "a string",
-        NO_TEXTS,
+        {**NO_TEXTS, MISSING: ["null"]},
     ),
     inside(
         of_item("call_id", '"type": "function_call", "name": "f", "arguments": "", "call_id": %s'),
         "a string",
-        NO_TEXTS,
+        {**NO_TEXTS, MISSING: ["null"]},
     ),
     inside(
         of_item("call_id", '"type": "function_call_output", "output": "BAD", "call_id": %s'),
         "a string",
-        NO_TEXTS,
+        {**NO_TEXTS, MISSING: ["null"]},
     ),
     inside(
         of_item("output", '"type": "function_call_output", "call_id": "c", "output": %s'),
         "",
         {TYPE: ["5", "true", "{}"]},
+    ),
+    inside(
+        of_message(
+            "tool_calls[0].type", '"role": "assistant", "tool_calls": [{"id": "c", "type": %s}]'
+        ),
+        "",
+        {**NO_TEXTS, RANGE: ['"custom"']},
+    ),
+    inside(
+        of_message("tool_calls[0].function", CALL % ('"c"', "%s")),
+        "an object",
+        NO_OBJECT,
     ),
     inside(
         [

@@ -604,8 +604,22 @@ def test_a_client_that_sends_nothing_more_is_taken_for_gone(address, folder, wor
 USER = {"role": "user", "content": "x"}
 
 
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
+IN_CHAT = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 def parts(*content):
     return {"role": "user", "content": list(content)}
+
+
+def without(call, name):
+    return {each: value for each, value in call.items() if each != name}
+
+
+def called(call):
+    result = {"role": "tool", "tool_call_id": "c", "content": "x"}
+    return {"messages": [USER, {"role": "assistant", "tool_calls": [call]}, result]}
 
 
 @pytest.mark.parametrize(
@@ -624,6 +638,9 @@ def parts(*content):
         ("/v1/responses", {"input": [USER, {"content": "x"}]}, "input[1].role"),
         ("/v1/responses", {"instructions": "x", "input": [{"content": "x"}]}, "input[0].role"),
         ("/v1/completions", {"prompt": ["x", None]}, "prompt[1]"),
+        (CHAT, called({**IN_CHAT, "function": {}}), "messages[1].tool_calls[0].function.name"),
+        (CHAT, {"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
+        ("/v1/responses", {"input": [USER, OUTPUT | {"output": None}]}, "input[1].output"),
     ],
 )
 def test_what_is_missing_is_called_none(address, path, body, param):
@@ -633,8 +650,70 @@ def test_what_is_missing_is_called_none(address, path, body, param):
     assert answer.error["message"].startswith(f"{param}: found none; allowed: ")
 
 
-CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        *[
+            (RESPONSE, {"input": [USER, without(CALL, name)]}, f"input[1].{name}")
+            for name in ("call_id", "name", "arguments")
+        ],
+        (RESPONSE, {"input": [USER, CALL, without(OUTPUT, "call_id")]}, "input[2].call_id"),
+        (CHAT, called(without(IN_CHAT, "id")), "messages[1].tool_calls[0].id"),
+        *[
+            (
+                CHAT,
+                called(IN_CHAT | {"function": without(IN_CHAT["function"], name)}),
+                f"messages[1].tool_calls[0].function.{name}",
+            )
+            for name in ("name", "arguments")
+        ],
+    ],
+)
+def test_a_call_that_lacks_a_field_is_no_call_with_an_empty_one(address, path, body, param):
+    error = exchange(address, request(path, json.dumps(body))).error
+
+    assert error["message"] == f"{param}: found none; allowed: a string"
+    assert (error["param"], error["code"]) == (param, "missing_required_parameter")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (RESPONSE, {"input": [USER, CALL | {"call_id": ""}]}, "input[1].call_id"),
+        (RESPONSE, {"input": [USER, CALL, OUTPUT | {"call_id": ""}]}, "input[2].call_id"),
+        (CHAT, called(IN_CHAT | {"id": ""}), "messages[1].tool_calls[0].id"),
+        (
+            CHAT,
+            {"messages": [USER, {"role": "tool", "content": "x", "tool_call_id": ""}]},
+            "messages[1].tool_call_id",
+        ),
+    ],
+)
+def test_a_call_needs_an_id_that_tells_it_from_others(address, path, body, param):
+    error = exchange(address, request(path, json.dumps(body))).error
+
+    assert error["message"] == f"{param}: found an empty id; allowed: at least one character"
+    assert error["param"] == param
+
+
+def test_a_slip_in_the_name_of_a_calls_id_is_told_before_that_it_is_missing(address):
+    slip = without(CALL, "call_id") | {"callid": "c"}
+
+    error = exchange(address, request(RESPONSE, json.dumps({"input": [USER, slip]}))).error
+
+    told = "input[1].callid: found an unknown parameter (did you mean 'input[1].call_id'?); "
+    assert error["message"].startswith(told)
+
+
+def test_a_call_of_a_function_may_have_no_arguments(address):
+    bodies = {
+        RESPONSE: {"input": [USER, CALL | {"arguments": ""}, OUTPUT]},
+        CHAT: called(IN_CHAT | {"function": {"name": "f", "arguments": ""}}),
+    }
+    for path, body in bodies.items():
+        assert exchange(address, request(path, json.dumps(body)), timeout_s=10).status == 200
+
+
 REASONING = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]}
 
 
