@@ -19,8 +19,9 @@ from http_gateway.sse import DONE, Chunks, compact, quoted
 from http_gateway.token_texts import TokenTexts, completion_logprobs, drawn_tokens
 from http_gateway.wire import RouterLink
 from pagewire import Model, PagewireError, SamplingOptions
-from pagewire.arguments import MAX_LOGPROBS, shown, shown_with_type
+from pagewire.arguments import MAX_LOGPROBS
 from pagewire.protos import inference_pb2
+from pagewire.shown import shown, shown_with_type
 from pagewire.wire import detokenize_request, generate_request
 
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API, and vLLM

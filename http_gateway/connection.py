@@ -20,7 +20,7 @@ from http_gateway.errors import INVALID, SERVER, HttpError
 from http_gateway.places import Places
 from observability.logs import fields
 from observability.rare_line import RareLine
-from pagewire.arguments import shown
+from pagewire.shown import shown
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 from http_gateway.errors import refused
 from http_gateway.fields import Fields
 from pagewire import Constraint
-from pagewire.arguments import shown
+from pagewire.shown import shown
 
 # As vLLM names them: field |-> field of Constraint
 _GUIDED = {

@@ -21,6 +21,7 @@ from observability.logs import fields
 from observability.rare_line import RareLine
 from observability.tracing import NO_SPAN, NoSpan, begin_trace
 from pagewire.protos.trace_context import TraceContext, trace_context
+from pagewire.shown import writes_json
 from pagewire.tracing import caller_span
 
 log = logging.getLogger(__name__)
@@ -265,6 +266,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         scope["record"].path = self._path
+        writes_json.set(True)  # in the context of this request's own task, as the span below
         exchange = Exchange(
             scope,
             receive,
@@ -283,7 +285,7 @@ class Endpoint:
             if self._reads_body:
                 span = begin_trace(f"{scope['method']} {self._path}", _caller(scope))
                 exchange.record.span = span
-                caller_span.set(span.context)  # in the context of this request's own task
+                caller_span.set(span.context)
             body = await exchange.read_json() if self._reads_body else {}
             await exchange.run(self._answer(exchange, body))
         except HttpError as error:  # head or body is wrong

@@ -9,7 +9,8 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from http_gateway.errors import HttpError, joined, refused
-from pagewire.arguments import did_you_mean, shown, shown_with_type
+from pagewire.arguments import did_you_mean
+from pagewire.shown import shown, shown_with_type
 
 MAX_NAME_CHARS = 100  # shown of a name that no field has
 MAX_UNKNOWN = 8  # such names that an error shows
@@ -118,7 +119,7 @@ class Fields:
             if value is not None and not any(
                 type(value) is type(off) and value == off for off in known.off
             ):
-                allowed = " or ".join(["absent", *map(repr, known.off)])
+                allowed = " or ".join(["absent", *map(shown, known.off)])
                 raise refused(
                     self.name(field),
                     f"{shown(value)}, which is not supported: {known.reason}",

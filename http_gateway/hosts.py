@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from http_gateway.errors import HttpError
 from observability.local_names import is_local_name
-from pagewire.arguments import shown
+from pagewire.shown import shown
 
 
 def check_host(value: str, names: Collection[str]) -> None:

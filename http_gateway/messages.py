@@ -9,8 +9,8 @@ from http_gateway.answer_text import SPECIAL_MARKERS
 from http_gateway.errors import refused
 from http_gateway.fields import Fields, Unsupported, as_object, shown_json, shown_text
 from pagewire import Model, SamplingOptions, forced_calls
-from pagewire.arguments import shown
 from pagewire.chat_arguments import MAX_MESSAGES
+from pagewire.shown import shown
 
 MAX_PARTS = 10_000  # of a message
 EMPTY_ID = "an empty id"

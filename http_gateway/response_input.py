@@ -7,8 +7,9 @@ from typing import Any
 from http_gateway.errors import refused
 from http_gateway.fields import Fields, as_object
 from http_gateway.messages import EMPTY_ID, called_function, check_count, content_text
-from pagewire.arguments import check_text, shown, shown_with_type
+from pagewire.arguments import check_text
 from pagewire.chat_arguments import MAX_MESSAGES
+from pagewire.shown import shown, shown_with_type
 
 MAX_ITEMS = 3 * MAX_MESSAGES  # a message of the assistant, its reasoning and a call are three
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}

@@ -20,9 +20,10 @@ from http_gateway.shared_fields import drop_without_effect, take_stream
 from http_gateway.token_texts import TokenTexts, chat_logprobs, drawn_tokens
 from http_gateway.wire import RouterLink
 from pagewire import Constraint, Model
-from pagewire.arguments import MAX_LOGPROBS, shown
+from pagewire.arguments import MAX_LOGPROBS
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES
+from pagewire.shown import shown
 from pagewire.wire import chat_request
 
 LOGPROBS = "message.output_text.logprobs"  # in `include`

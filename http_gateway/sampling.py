@@ -7,7 +7,8 @@ from http_gateway.constraints import take_constraint
 from http_gateway.errors import HttpError, http_error, joined
 from http_gateway.fields import Fields
 from pagewire import InvalidRequestError, SamplingOptions
-from pagewire.arguments import MAX_SEED, MAX_UINT32, check_sampling, shown
+from pagewire.arguments import MAX_SEED, MAX_UINT32, check_sampling
+from pagewire.shown import shown
 
 # Names of OpenAI's API, which the client shares
 _OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "stop", "n")

@@ -8,7 +8,6 @@ what is allowed; for options it names every wrong one.
 import json
 import os
 import re
-import reprlib
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from operator import index
 from typing import Any, TypeGuard
 
 from pagewire.errors import FieldViolation, InvalidRequestError
+from pagewire.shown import MAX_SHOWN_CHARS, shown, shown_with_type
 
 MAX_UINT32 = 2**32 - 1
 MAX_SEED = 2**64 - 1
@@ -30,7 +30,6 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 MAX_TIMEOUT_S = 30 * 24 * 3600  # gRPC treats much longer ones as none, or as expired
 MAX_CONSTRAINT_CHOICES = 1000
-MAX_SHOWN_CHARS = 60
 NEAR = 0.8  # of difflib's ratio: two names of which one is a slip for the other
 
 TOKEN_VARIABLE = "PAGEWIRE_TOKEN"  # noqa: S105 - a name
@@ -118,7 +117,7 @@ def check_text(field: str, value: object, *, empty: str | None = None) -> str:
         empty: How the error describes an empty text; None allows it.
     """
     if not isinstance(value, str):
-        raise refused(field, shown_with_type(value), "a text, str")
+        raise refused(field, shown_with_type(value), "a text")
     if empty is not None and not value:
         raise refused(field, empty, "at least one character")
     try:
@@ -157,7 +156,7 @@ def check_token_ids(
 def check_flag(field: str, value: object) -> bool:
     """Return a switch; numbers are not accepted."""
     if not isinstance(value, bool):
-        raise refused(field, shown_with_type(value), "True or False")
+        raise refused(field, shown_with_type(value), f"{shown(True)} or {shown(False)}")
     return value
 
 
@@ -279,7 +278,7 @@ def _json(field: str, value: object, allowed: str) -> str:
 
 def _json_object(field: str, value: object) -> bool:
     if value is not True:
-        raise refused(field, shown_with_type(value), "True")
+        raise refused(field, shown_with_type(value), shown(True))
     return True
 
 
@@ -319,24 +318,6 @@ def did_you_mean(name: object, names: Collection[str], prefix: str = "") -> str:
         return ""
     near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=NEAR)
     return f" (did you mean {prefix + near[0]!r}?)" if near else ""
-
-
-def shown(value: object) -> str:
-    """Return a value as an error shows it, truncated if it is long."""
-    if isinstance(value, str | bytes):
-        value = value[: MAX_SHOWN_CHARS + 1]
-    elif isinstance(value, list | tuple | set | dict):
-        return reprlib.repr(value)  # cut in each level, whatever its size and depth
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of thousands of digits
-        return "a value too long to show"
-    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
-
-
-def shown_with_type(value: object) -> str:
-    """Return a value of a wrong type as an error shows it."""
-    return "None" if value is None else f"{shown(value)} ({type(value).__name__})"
 
 
 # field of Constraint |-> its check

@@ -4,14 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pagewire.arguments import (
-    check_items,
-    check_text,
-    did_you_mean,
-    refused,
-    shown,
-    shown_with_type,
-)
+from pagewire.arguments import check_items, check_text, did_you_mean, refused
+from pagewire.shown import shown, shown_with_type
 from pagewire.types import Message, ToolCall
 
 MAX_MESSAGES = 10_000

@@ -7,7 +7,7 @@ import ssl
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pagewire.arguments import refused, shown
+from pagewire.arguments import refused
 from pagewire.errors import FieldViolation, InvalidRequestError, TlsError
 from pagewire.protos.pem import (
     HOSTNAME_MISMATCH,
@@ -19,6 +19,7 @@ from pagewire.protos.pem import (
     PemFiles,
     client_context,
 )
+from pagewire.shown import shown
 
 PROBE_S = 1.0  # for a router to greet
 PROBE_AGAIN_S = 0.3  # a router that ends is gone by then

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagewire.arguments import refused, shown
+from pagewire.arguments import refused
+from pagewire.shown import shown
 from pagewire.types import Constraint, Model
 
 

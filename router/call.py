@@ -343,14 +343,14 @@ def read_tokenize_prompt(request: Any) -> Prompt:
     begins = request.add_generation_prompt
     if isinstance(prompt, Chat):
         if continues and begins:
-            allowed = "False, or unset, with continue_final_message"
-            raise InvalidRequest("add_generation_prompt", "True", allowed)
+            allowed = "false, or unset, with continue_final_message"
+            raise InvalidRequest("add_generation_prompt", "true", allowed)
         if not request.HasField("add_generation_prompt"):
             begins = not continues
         prompt = replace(prompt, adds_generation_prompt=begins, continues_final=continues)
     elif continues or begins:
         field = "continue_final_message" if continues else "add_generation_prompt"
-        raise InvalidRequest(field, "True", "False, or unset, without a chat")
+        raise InvalidRequest(field, "true", "false, or unset, without a chat")
     assert not isinstance(prompt, PackedTokens), "the message has no field of this kind"
     if request.HasField("add_special_tokens"):
         prompt = replace(prompt, adds_special_tokens=request.add_special_tokens)

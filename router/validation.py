@@ -239,7 +239,7 @@ def _check_constraint(
     elif asked.constraint.kind is ConstraintKind.CHOICE:
         _check_choices(asked.constraint, refusals)
     if asked.ignore_eos:
-        refusals.add("ignore_eos", "True", f"False where constraint says {kind}")
+        refusals.add("ignore_eos", "true", f"false where constraint says {kind}")
     if asked.min_tokens:
         refusals.add("min_tokens", str(asked.min_tokens), f"0 where constraint says {kind}")
 

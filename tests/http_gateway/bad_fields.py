@@ -285,8 +285,8 @@ SAMPLING = [
             SIZE: [([1] * 257, json.dumps([1] * 257), "at most 256"), (NO, f"[{HUGE}]", "0 to")],
         },
     ),
-    field("sampling.ignore_eos", on("ignore_eos"), "True or False", NO_SWITCH),
-    field("sampling.skip_special_tokens", on("skip_special_tokens"), "True or False", NO_SWITCH),
+    field("sampling.ignore_eos", on("ignore_eos"), "true or false", NO_SWITCH),
+    field("sampling.skip_special_tokens", on("skip_special_tokens"), "true or false", NO_SWITCH),
 ]
 
 FORMAT = '"response_format": {"type": "json_schema", "json_schema": {"schema": %s}}'
@@ -373,7 +373,7 @@ CONSTRAINTS = [
             for path in (CHAT, TEXT, RESPONSE)
         ],
         "",
-        {TYPE: [(NO, each, "True") for each in ("0", "1", '"true"', "[]", "{}")]},
+        {TYPE: [(NO, each, "true") for each in ("0", "1", '"true"', "[]", "{}")]},
     ),
     field(
         "sampling.constraint.regex",

@@ -64,6 +64,8 @@ BESIDE = {
     "chat.messages": {"role": "user", "content": "BAD"},
     "chat.messages.tool_calls": {"name": "f"},
 }
+# What JSON writes differently: true, null, "x", an array
+OF_PYTHON = re.compile(r"\b(True|False|None|NoneType|bool|str|int|float|list|dict|inf|nan)\b")
 CODES = {400: code_pb2.INVALID_ARGUMENT, 404: code_pb2.NOT_FOUND}
 
 
@@ -295,6 +297,8 @@ def judge_http(spelling: Spelling, value: Value, answer: RawAnswer) -> Iterator[
         yield f"it does not say {value.allowed!r}: {error['message'][:300]}"
     if "; allowed: " not in error["message"]:
         yield f"it does not say what is allowed: {error['message'][:300]}"
+    if OF_PYTHON.search(error["message"]):
+        yield f"it speaks of Python's values: {error['message'][:300]}"
     if len(answer.body) > LONGEST_ANSWER:
         yield f"it says too much: {len(answer.body)} bytes"
 

@@ -368,7 +368,7 @@ def test_tokenize_equals_what_generate_uses(model_dir: Path, tokenizer: Tokenize
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await tested.stub.Tokenize(inference_pb2.TokenizeRequest(**request))
-                assert caught.value.details().startswith(f"{field}: found True; allowed: False")
+                assert caught.value.details().startswith(f"{field}: found true; allowed: false")
 
     run_virtual(main())
 
