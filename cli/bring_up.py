@@ -18,6 +18,7 @@ from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts
 from cluster.deployment import check_same
 from cluster.devices import count_gpus
+from cluster.disk_room import check_room
 from cluster.environment import forwarded_environment
 from cluster.errors import ConfigError, RayLost, StartError, Stopping
 from cluster.launch import (
@@ -127,6 +128,7 @@ def _start_head(config: ClusterConfig, device: str, check: Callable[[], None]) -
     num_gpus = count_gpus() if has_own_gpus(device, config.workers_per_gpu) else 0
     environment = variables_of_workers(config, device, forwarded_environment())
     log_path = head_log()
+    check_room(log_path.parent)  # without it, the process could not even log why it ends
     with log_path.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(  # noqa: S603 - all arguments come from here
             [sys.executable, "-m", "cli.local_head", str(num_gpus)],

@@ -5,10 +5,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from cluster.disk_room import check_room
 from cluster.errors import ClusterError, NotRunning, StartError
 from cluster.local_head import LocalHead, find_head, how_head_ended
 from cluster.placement import CONTROLLER_NAME, ROUTER_NAME
@@ -80,6 +82,17 @@ def attached(address: str) -> Iterator[Any]:
         yield controller
     finally:
         ray.shutdown()
+
+
+def check_log_room() -> None:
+    """Refuse to start processes while the disk is full to which the attached Ray logs here.
+
+    Raises:
+        StartError: It is; names the folder.
+    """
+    node = ray._private.worker._global_node
+    assert node is not None, "this process has attached to a Ray"
+    check_room(Path(node.get_logs_dir_path()))
 
 
 def find_controller() -> Any:

@@ -17,12 +17,13 @@ from typing import Any
 
 import ray
 
-from cluster.attach import AT_ONCE_S, ask_starting, attach_ray, named_actors
+from cluster.attach import AT_ONCE_S, ask_starting, attach_ray, check_log_room, named_actors
 from cluster.certificates import check_links, own_client, with_absolute_files
 from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts, ControllerActor
 from cluster.deployment import Deployment, secret_of
 from cluster.descendants import killing_those_asked
+from cluster.disk_room import check_room
 from cluster.environment import forwarded_environment, inherited_by_processes
 from cluster.errors import RayLost, StartError
 from cluster.groups import look_at_groups, remove_groups, reserve
@@ -220,6 +221,7 @@ def deploy(
         ClusterError: The problem and the remedy; nothing is left running on another owner's Ray.
     """
     assert config.model is not None
+    check_log_room()
     # Processes of the cluster run in other folders than this one.
     config = with_absolute_files(replace(config, model=config.model.resolve()))
     environment = forwarded_environment()
@@ -414,9 +416,10 @@ def start_local_ray(
         shows_worker_logs: Pass the log lines of all processes on to standard error.
 
     Raises:
-        StartError: It does not start, or other hosts could reach it.
+        StartError: It does not start, its disk is full, or other hosts could reach it.
     """
     folder = private_folder()
+    check_room(folder)
     temp_dir = folder / "ray"
     remove_ended_sessions(temp_dir)
     token = RayToken(folder)

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
+from cluster.disk_room import writing_in
 from cluster.errors import StartError
 from cluster.private_folder import is_locked, private_folder, remove_left_behind
 
@@ -38,9 +39,10 @@ class HeadFile:
         self._file = file
 
     def publish(self, head: LocalHead) -> None:
-        """Publish its address."""
-        self._file.write(json.dumps(asdict(head)))
-        self._file.flush()
+        """Publish its address; StartError: it cannot be written."""
+        with writing_in(private_folder()):
+            self._file.write(json.dumps(asdict(head)))
+            self._file.flush()
 
 
 @contextmanager
@@ -48,11 +50,12 @@ def holding_head_file() -> Iterator[HeadFile]:
     """Hold the file while entered, and remove it then.
 
     Raises:
-        StartError: Another process holds it.
+        StartError: Another process holds it, or it cannot be written.
     """
     path = private_folder() / NAME
     while True:
-        file = os.fdopen(os.open(path, os.O_CREAT | os.O_RDWR, 0o600), "r+")
+        with writing_in(path.parent):
+            file = os.fdopen(os.open(path, os.O_CREAT | os.O_RDWR, 0o600), "r+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -66,7 +69,8 @@ def holding_head_file() -> Iterator[HeadFile]:
         yield HeadFile(file)
     finally:
         path.unlink(missing_ok=True)
-        file.close()
+        with suppress(OSError):  # of what a full disk has kept it from writing
+            file.close()
 
 
 def find_head() -> LocalHead | None:

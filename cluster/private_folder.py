@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from cluster.disk_room import writing_in
 from cluster.errors import StartError
 
 DEFAULT_PARENT = "/tmp"  # noqa: S108 - the folder in it is checked; Ray's sockets need short paths
@@ -50,18 +51,28 @@ class LockedFile:
         folder: As private_folder returns it.
         kind: Its name begins with it.
         text: What it holds.
+
+    Raises:
+        StartError: It cannot be written.
     """
 
     def __init__(self, folder: Path, kind: str, text: str) -> None:
         remove_left_behind(folder, kind)
         name = secrets.token_hex(8)
         new, self.path = folder / f"new-{name}", folder / f"{kind}-{name}"
-        # Open, and with it locked, until it is removed.
-        self._file = os.fdopen(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w")
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        self._file.write(text)
-        self._file.flush()
-        new.rename(self.path)  # it is never there without its lock
+        with writing_in(folder):
+            # Open, and with it locked, until it is removed.
+            self._file = os.fdopen(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w")
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX)
+                self._file.write(text)
+                self._file.flush()
+                new.rename(self.path)  # it is never there without its lock
+            except OSError:
+                new.unlink()
+                with suppress(OSError):  # of what it still wants to write
+                    self._file.close()
+                raise
 
     def remove(self) -> None:
         """Remove it; a second call does nothing."""

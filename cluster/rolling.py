@@ -6,7 +6,7 @@ from typing import Any
 
 import ray
 
-from cluster.attach import ask, named_actors
+from cluster.attach import ask, check_log_room, named_actors
 from cluster.controller import ClusterFacts, Contracts
 from cluster.errors import ClusterError, ConfigError, StartError
 from cluster.host_looks import LOOK_TIMEOUT_S
@@ -37,6 +37,7 @@ def restart_cluster(controller: Any, names: Sequence[str], grace_s: float | None
         Interrupted: By Ctrl-C; the process that is ending still restarts.
     """
     with told_at_interrupt(NOTHING_CHANGED):
+        check_log_room()
         facts: ClusterFacts = ask(controller.facts.remote())
     workers = facts.workers
     actors = named_actors()

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from cluster.attach import ASK_TIMEOUT_S, ask, router_address
+from cluster.attach import ASK_TIMEOUT_S, ask, check_log_room, router_address
 from cluster.certificates import own_client
 from cluster.config import ClusterConfig
 from cluster.controller import ClusterFacts
@@ -47,6 +47,8 @@ def scale_cluster(
     facts, grace_s = _facts_and_grace(controller, grace_s)
     with told_at_interrupt(CONTINUES):
         by_key = {find_pool(facts.config, name, "--pool"): each for name, each in wanted.items()}
+        if any(each > facts.workers.counts.get(key, 0) for key, each in by_key.items()):
+            check_log_room()
         actors, plan = ask(controller.scale.remote(by_key, grace_s), CHANGE_TIMEOUT_S)
     with told_at_interrupt(_goes_on(plan)):
         if plan.starts:
@@ -122,6 +124,7 @@ def move_worker(
     facts, grace_s = _facts_and_grace(controller, grace_s)
     key = find_pool(facts.config, pool, "--to")
     with told_at_interrupt(CONTINUES):
+        check_log_room()
         name, actor = ask(controller.move.remote(worker_id, key, grace_s), CHANGE_TIMEOUT_S)
     with told_at_interrupt(f"{worker_id} is still leaving, and {name} then starts; {SHOWN}"):
         say(_draining([worker_id], grace_s))

@@ -7,6 +7,7 @@ import pytest
 
 from cluster.errors import StartError
 from cluster.private_folder import RayToken, private_folder
+from tests.support.disk import files_limited
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +89,15 @@ def test_the_token_of_a_process_that_was_killed_goes_with_the_next_start(environ
 
     assert not left_behind.exists()
     token.remove()
+
+
+def test_what_cannot_be_written_names_the_folder_and_leaves_nothing():
+    folder = private_folder()
+
+    with (
+        files_limited(16),
+        pytest.raises(StartError, match=rf"^{folder} cannot be written: File too large; free "),
+    ):
+        RayToken(folder)
+
+    assert list(folder.iterdir()) == []

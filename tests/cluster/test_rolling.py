@@ -40,6 +40,7 @@ class Cluster:
         )
         monkeypatch.setattr(ray, "get_actor", lambda name: router)
         monkeypatch.setattr(ray.util, "list_named_actors", self._list)
+        monkeypatch.setattr(module, "check_log_room", lambda: None)
         monkeypatch.setattr(module, "ask", lambda answer, timeout_s=0: answer)
         monkeypatch.setattr(module, "named_actors", lambda: dict.fromkeys(self.listed))
         monkeypatch.setattr(module, "LOOK_PERIOD_S", 0.0)

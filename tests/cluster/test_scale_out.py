@@ -9,9 +9,13 @@ from cluster import scale_out as module
 from cluster.config_file import load_config
 from cluster.errors import Interrupted, StartError
 from cluster.scale_out import drain_host, drain_worker, move_worker, scale_cluster
-from cluster.scaling import ScalePlan
+from cluster.scaling import ClusterWorkers, ScalePlan
 
-FACTS = SimpleNamespace(config=load_config(None, {"model": "/models/tiny"}))
+NAMES = frozenset({"prefill-0", "prefill-1", "decode-0", "decode-1"})
+FACTS = SimpleNamespace(
+    config=load_config(None, {"model": "/models/tiny"}),
+    workers=ClusterWorkers(staying=NAMES, leaving=frozenset(), answering=NAMES),
+)
 LEAVES = "decode-1 takes no new requests and leaves; running requests have 7 s to end there"
 
 
@@ -28,6 +32,8 @@ class Cluster:
         self.drain = self._answering("drain", None)
         self.move = self._answering("move", (starts[0], starts[0]) if starts else None)
         self.forget = SimpleNamespace(remote=self.forgotten.extend)
+        self.disk_is_full = False
+        monkeypatch.setattr(module, "check_log_room", self._check_log_room)
         monkeypatch.setattr(ray, "get", lambda call, timeout: call)
         monkeypatch.setattr(module, "ask", lambda call, timeout_s=0: call)
         monkeypatch.setattr(module, "router_address", lambda: "h:1")
@@ -39,6 +45,10 @@ class Cluster:
 
     def _answering(self, name, answer):
         return SimpleNamespace(remote=lambda *_: self._reach(name, answer))
+
+    def _check_log_room(self):
+        if self.disk_is_full:
+            raise StartError("the disk is full")
 
     def _reach(self, name, answer=None):
         if name == self.interrupted_at:
@@ -189,3 +199,28 @@ def test_a_successor_that_does_not_start_is_ended_and_told(monkeypatch):
     assert str(failure.value) == f"decode-1 has left, but {told}"
     assert said == [LEAVES, "starting prefill-2 in its place"]
     assert cluster.killed == cluster.forgotten == ["prefill-2"]
+
+
+@pytest.mark.parametrize("wanted", [{"decode": 3}, {"decode": 1, "prefill": 3}])
+def test_a_scale_that_starts_workers_needs_room_for_their_logs(monkeypatch, wanted):
+    cluster = Cluster(monkeypatch, interrupted_at="scale")
+    cluster.disk_is_full = True
+
+    with pytest.raises(StartError, match="the disk is full"):
+        scale_cluster(cluster, wanted, 7.0, lambda line: None)
+
+
+def test_workers_leave_though_the_disk_is_full(monkeypatch):
+    cluster = Cluster(monkeypatch, interrupted_at="gone", drains=("decode-1",))
+    cluster.disk_is_full = True
+
+    with pytest.raises(Interrupted, match="decode-1 is still leaving"):
+        scale_cluster(cluster, {"decode": 1}, 7.0, lambda line: None)
+
+
+def test_a_move_needs_room_for_the_log_of_what_it_starts(monkeypatch):
+    cluster = Cluster(monkeypatch, interrupted_at="move")
+    cluster.disk_is_full = True
+
+    with pytest.raises(StartError, match="the disk is full"):
+        move_worker(cluster, "decode-1", "prefill", 7.0, lambda line: None)
