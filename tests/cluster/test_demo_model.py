@@ -1,11 +1,13 @@
 import hashlib
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from cluster.demo_model import (
+    KEPT_MODELS,
     SPECIAL_TOKENS,
     build_tokenizer,
     demo_model_dir,
@@ -48,6 +50,30 @@ def test_it_is_written_once(tmp_path):
     assert demo_model_dir(tmp_path) == first
     assert (first / "model.safetensors").stat().st_mtime_ns == written_at
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
+
+
+def test_models_of_other_code_stay_while_they_are_few(tmp_path):
+    others = [tmp_path / f"demo-model-{number}" for number in range(9)]
+    for age_s, folder in enumerate(others):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"x")
+        os.utime(folder, (1e9 - age_s, 1e9 - age_s))
+    (tmp_path / "gguf-1").mkdir()
+
+    used = demo_model_dir(tmp_path)
+
+    assert set(tmp_path.iterdir()) == {used, *others[: KEPT_MODELS - 1], tmp_path / "gguf-1"}
+
+
+def test_a_model_stays_that_is_used_again_and_again(tmp_path):
+    used = demo_model_dir(tmp_path)
+    os.utime(used, (0, 0))
+    for number in range(9):
+        (tmp_path / f"demo-model-{number}").mkdir()
+
+    assert demo_model_dir(tmp_path) == used
+    assert used.is_dir()
+    assert used.stat().st_mtime > 1e9
 
 
 def test_tokenizer_decodes_what_it_encodes():
