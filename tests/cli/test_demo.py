@@ -14,6 +14,7 @@ from cli.demo import (
     run_demo,
     wave_table,
 )
+from cli.demo_model import main as print_demo_model
 from cli.demo_text import DOCUMENT, QUESTIONS
 from cluster import demo_model
 from cluster.errors import DemoError
@@ -135,6 +136,15 @@ def test_without_the_trained_model_one_line_says_so(monkeypatch, capsys):
     ]
     assert (model / "model.safetensors").exists()
     assert name == "the embedded model (random weights)"
+
+
+def test_a_cache_that_cannot_be_written_is_one_line_for_make_serve_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo_model, "find_spec", lambda name: None)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PAGEWIRE_CACHE_DIR", str(tmp_path / "file"))
+
+    with pytest.raises(SystemExit, match=rf"^error: {tmp_path}/file/demo-model-.* cannot be writ"):
+        print_demo_model()
 
 
 def test_the_trained_model_is_taken_where_it_is_installed(monkeypatch, tmp_path, capsys):
