@@ -10,6 +10,16 @@ MAX_DIGITS = 4300  # of an integer: as many as Python reads
 # Between the parts of a JSON text. Without a limit, a model may write blanks forever.
 WHITESPACE = r"[ \t\n\r]{0,40}"
 _EXTENSIONS = ("x-guidance",)  # keys of a schema that would change the library's rules
+_KINDS = {
+    dict: "an object",
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+MAX_SHOWN_CHARS = 150
 
 
 def read_json(text: str, allowed: str) -> Any:
@@ -32,6 +42,16 @@ def read_json(text: str, allowed: str) -> Any:
     return value
 
 
+def kind_of(value: Any) -> str:
+    """Return what a value of JSON is, for errors."""
+    return _KINDS[type(value)]
+
+
+def shown(value: Any) -> str:
+    """Return a value of JSON as an error shows it, truncated if it is long."""
+    return (repr(value) if isinstance(value, str) else json.dumps(value))[:MAX_SHOWN_CHARS]
+
+
 def check_schema(schema: Any) -> dict[str, Any] | bool:
     """Return a schema if it looks like one.
 
@@ -40,7 +60,7 @@ def check_schema(schema: Any) -> dict[str, Any] | bool:
             Schema.
     """
     if not isinstance(schema, dict | bool):
-        raise InvalidConstraint(f"a {type(schema).__name__}", "a JSON schema, which is an object")
+        raise InvalidConstraint(kind_of(schema), "a JSON schema, which is an object")
     if isinstance(schema, dict):
         for key in _EXTENSIONS:
             if key in schema:

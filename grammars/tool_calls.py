@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grammars.errors import InvalidConstraint
-from grammars.json_schema import check_schema, json_rule, read_json
+from grammars.json_schema import check_schema, json_rule, kind_of, read_json, shown
 
 MAX_FUNCTIONS = 128
 MAX_CALLS = 32  # of one answer; a model that never stops calling would fill its context
@@ -94,13 +94,13 @@ def read_tool_calls(text: str) -> ToolCalls:
     """
     value = read_json(text, _ALLOWED)
     if not isinstance(value, dict):
-        raise InvalidConstraint(f"a {type(value).__name__}", _ALLOWED)
+        raise InvalidConstraint(kind_of(value), _ALLOWED)
     for name in value:
         if name not in _FIELDS:
             raise InvalidConstraint(f"the key {name!r}", _ALLOWED)
     if value.get("format") not in FORMATS:
-        found = repr(value.get("format"))[:100]
-        raise InvalidConstraint(f"format {found}", f"one of {', '.join(FORMATS)}")
+        found = f"format {shown(value.get('format'))}"
+        raise InvalidConstraint(found, f"one of {', '.join(FORMATS)}")
     is_parallel = value.get("is_parallel", True)
     if not isinstance(is_parallel, bool):
         raise InvalidConstraint("is_parallel of another type", "true or false")
@@ -117,10 +117,10 @@ def read_tool_calls(text: str) -> ToolCalls:
 
 def _function(value: Any, where: str) -> tuple[str, Any]:
     if not isinstance(value, dict) or not set(value) <= {"name", "parameters"}:
-        raise InvalidConstraint(f"{where} of another form", "a mapping with name, parameters")
+        raise InvalidConstraint(f"{where} of another form", "an object with name, parameters")
     name = value.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        found = f"{where}.name {repr(name)[:150]}"
+        found = f"{where}.name {shown(name)}"
         raise InvalidConstraint(found, "1 to 128 letters, digits, or any of _ - . :")
     parameters = value.get("parameters")
     if parameters is None:

@@ -247,7 +247,7 @@ HOSTILE = {
         "compiled: it is too complex; ",
     ),
     "false": (json_schema(False), "false"),
-    "array": (json_schema([]), "a list"),
+    "array": (json_schema([]), "an array"),
     "extension": (json_schema({"x-guidance": {"lenient": True}}), "x-guidance"),
     "deep": (json_schema(nested(100)), "nested too deeply"),
     "wide-union": (json_schema(union(6)), "bytes|too|many|items"),

@@ -344,7 +344,10 @@ CONSTRAINTS = [
         SCHEMAS,
         "a JSON schema",
         {
-            TYPE: [("5", "5"), ("[]", "[]"), ("x", '"x"'), ("true false", '"true false"')],
+            TYPE: [
+                *[(each, each) for each in ("5", "[]")],
+                *texts("5", "[]", '"x"', "null", "x", "true false"),
+            ],
             EMPTY: texts("", allowed="a JSON schema"),
             RANGE: schemas({"type": "objekt"}, {"not": {}}, {"uniqueItems": True}),
             SIZE: schemas({"const": LONG}, allowed="at most 65536 bytes"),

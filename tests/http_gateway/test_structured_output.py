@@ -118,7 +118,7 @@ def test_the_official_client_parses_answers_into_classes(
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "cannot be read"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "absent with"),
         (asked(SCHEMA) | {"guided_regex": "a"}, "guided_regex", "absent with response_format"),
-        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "False"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "false"),
         ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "0 where"),
         (asked(SCHEMA) | {"tools": [TOOL]}, "tools", "absent with response_format"),
     ],
