@@ -55,6 +55,19 @@ def deployment(options, device="cpu"):
     )
 
 
+@pytest.fixture(autouse=True)
+def log_disk(monkeypatch):
+    """The disk of the logs of the Ray that is a fake here."""
+    disk = SimpleNamespace(is_full=False)
+
+    def check_log_room():
+        if disk.is_full:
+            raise StartError("the disk is full")
+
+    monkeypatch.setattr(launch, "check_log_room", check_log_room)
+    return disk
+
+
 def test_what_a_user_sets_about_the_engine_reaches_the_workers(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text("page_size: 32\nmodel: /models/tiny", encoding="utf-8")
@@ -401,6 +414,13 @@ def failing_start(monkeypatch, error, **options):
     with pytest.raises(type(error) if isinstance(error, BaseException) else StartError):
         launch.deploy(config, "cpu", time.monotonic() + 5.0, StartWatch(), is_own_ray=False)
     return killed
+
+
+def test_nothing_is_placed_on_a_ray_whose_disk_is_full(monkeypatch, log_disk):
+    log_disk.is_full = True
+
+    with pytest.raises(StartError, match="the disk is full"):
+        start_on(monkeypatch)
 
 
 def test_a_start_that_fails_ends_its_own_cluster_and_no_other(monkeypatch):
