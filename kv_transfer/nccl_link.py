@@ -138,9 +138,12 @@ class NcclLink:
         )
         yield from self._settled()
         shape = (self._pages_in_message, self._device.words.shape[1])
-        self._slabs = tuple(
-            torch.empty(shape, dtype=torch.int32, device=self._device.device) for _ in range(2)
-        )
+        # Not on the default stream: there torch may give out memory that the engine has freed, and
+        # that a step which still runs uses.
+        with cuda.stream(self._wire):
+            self._slabs = tuple(
+                torch.empty(shape, dtype=torch.int32, device=self._device.device) for _ in range(2)
+            )
         # A first message makes NCCL connect the peers and load its kernel while both live.
         first = self._bytes(self._slabs[0])[:WARM_UP_BYTES]
         yield from self._move(first, is_send=self._is_sender)

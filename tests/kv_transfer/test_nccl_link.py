@@ -3,6 +3,7 @@
 import contextlib
 import enum
 from collections import deque
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,19 @@ class Stream:
 
     def query(self) -> bool:
         return True
+
+
+class Current:
+    """The stream that was entered last."""
+
+    stream: Stream | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def entered(cls, stream: Stream) -> Iterator[None]:
+        before, cls.stream = cls.stream, stream
+        yield
+        cls.stream = before
 
 
 class Event:
@@ -82,7 +96,7 @@ class Communicator:
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = SimpleNamespace(
         Event=Event,
-        stream=lambda stream: contextlib.nullcontext(),
+        stream=Current.entered,
         set_device=lambda device: None,
     )
     monkeypatch.setattr(nccl_link, "cuda", cuda)
@@ -140,6 +154,23 @@ def test_every_page_arrives_where_it_belongs(step: int) -> None:
     assert torch.equal(target[to_pages], source[from_pages])
     untouched = sorted(set(range(16)) - set(to_pages))
     assert not target[untouched].any()
+
+
+def test_slabs_are_allocated_on_the_stream_that_moves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of another stream may have been freed by work that still runs there."""
+    streams: list[Stream | None] = []
+    empty = torch.empty
+
+    def noted(*arguments: Any, **options: Any) -> Tensor:
+        streams.append(Current.stream)
+        return empty(*arguments, **options)
+
+    link = make_link(torch.zeros(4, 8, dtype=torch.int32), deque(), True, 2)
+    monkeypatch.setattr(torch, "empty", noted)
+
+    drain(link.open())
+
+    assert streams == [link._wire, link._wire]
 
 
 def test_an_error_of_nccl_breaks_the_connection() -> None:
