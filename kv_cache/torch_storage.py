@@ -32,11 +32,15 @@ _BLOCK_WORDS = 1 << 20
 
 
 class TorchPageStorage:
-    """Implements `kv_cache.page_storage.PageStorage` over `pages` [num_pages, *layout.page_shape].
+    """Implements `kv_cache.page_storage.PageStorage` in memory of a torch device.
 
     Pages start as zeros, so that unwritten slots are finite. Work on a CUDA device runs on the
     calling thread's current stream, but digests on one of their own: they wait for no step of the
     engine. Export, import and digest return when it is done.
+
+    Attributes:
+        pages: [num_pages, *layout.page_shape], of the layout's dtype.
+        words: The same memory as [num_pages, page_bytes / 4], int32; copies need no other type.
     """
 
     def __init__(
@@ -55,8 +59,8 @@ class TorchPageStorage:
         self.pages: Tensor = torch.zeros(
             (num_pages, *layout.page_shape), dtype=dtype, device=self.device
         )
-        self._words = self.pages.view(num_pages, -1).view(torch.int32)
-        self._multipliers = digest_multipliers(self._words.shape[1]).to(self.device)
+        self.words = self.pages.view(num_pages, -1).view(torch.int32)
+        self._multipliers = digest_multipliers(self.words.shape[1]).to(self.device)
         self._digest_kernel = digest_kernel or torch_digest
         self._copy_kernel = copy_kernel or torch_copy
         self._digest_stream: Any = None
@@ -74,7 +78,7 @@ class TorchPageStorage:
 
     def export_pages(self, page_ids: Sequence[int]) -> PageBytes:
         """Copy pages out, in the order given: a new array [len(page_ids), page_bytes]."""
-        words = self._words.index_select(0, self._index(page_ids))
+        words = self.words.index_select(0, self._index(page_ids))
         exported: PageBytes = words.cpu().numpy().view(np.uint8)
         return exported
 
@@ -87,7 +91,7 @@ class TorchPageStorage:
             )
         writable = np.require(contents, requirements=["C", "W", "A"])
         words = torch.from_numpy(writable.view(np.int32)).to(self.device)
-        self._words.index_copy_(0, self._index(page_ids), words)
+        self.words.index_copy_(0, self._index(page_ids), words)
         self._synchronize()
 
     def digest_pages(self, page_ids: Sequence[int]) -> list[bytes]:
@@ -96,7 +100,7 @@ class TorchPageStorage:
         The host must know that the work which wrote them has ended.
         """
         with self._on_digest_stream():
-            lanes = self._digest_kernel(self._words, self._index(page_ids), self._multipliers)
+            lanes = self._digest_kernel(self.words, self._index(page_ids), self._multipliers)
             return [row.tobytes() for row in lanes.cpu().numpy().astype("<i8")]
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -107,7 +111,7 @@ class TorchPageStorage:
         for pair in copies:
             self._check_ids(pair)
         if copies:
-            self._copy_kernel(self._words, copies)
+            self._copy_kernel(self.words, copies)
 
     def _index(self, page_ids: Sequence[int]) -> Tensor:
         """Return ids on the device; waits for it."""

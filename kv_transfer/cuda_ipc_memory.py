@@ -49,8 +49,7 @@ class CudaMemory:
         self.page_bytes = storage.page_bytes
         driver = self.called("cudaDriverGetVersion", self.runtime.cudaDriverGetVersion())
         self.copies_in_batches: bool = driver >= _BATCH_DRIVER
-        # [num_pages, page words]; copies need no other shape or type.
-        self.words = storage.pages.view(storage.num_pages, -1).view(torch.int32)
+        self.words = storage.words
         uuid = cuda.get_device_properties(self.device).uuid
         self._gpu_id = uuid.bytes if isinstance(uuid.bytes, bytes) else bytes(uuid.bytes)
         self.host_id = _BOOT_ID.read_text().strip()

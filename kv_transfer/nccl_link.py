@@ -52,8 +52,7 @@ class NcclDevice:
         self.device = storage.device
         self.page_bytes = storage.page_bytes
         self.max_ctas = max_ctas
-        # [num_pages, page words]; copies need no other shape or type.
-        self.words = storage.pages.view(storage.num_pages, -1).view(torch.int32)
+        self.words = storage.words
         libnccl = self.core.get_version().libnccl
         if libnccl is None:
             raise ConnectionBroken("libnccl.so.2 is missing; torch for CUDA brings it as a wheel")
