@@ -17,12 +17,8 @@ from llm_engine.gguf_file import GGUFHeader
 WRITERS = ("gguf_config.py", "gguf_folder.py", "gguf_tokenizer.py", "gguf_vocabulary.py")
 
 
-def gguf_folder(header: GGUFHeader, *, cache_dir: Path | None = None) -> Path:
+def gguf_folder(header: GGUFHeader) -> Path:
     """Return the folder of a file.
-
-    Args:
-        header: The header of the file.
-        cache_dir: Parent of the folder; default: the user's cache.
 
     Raises:
         UnsupportedModel: If the file requires something that is not implemented.
@@ -40,7 +36,7 @@ def gguf_folder(header: GGUFHeader, *, cache_dir: Path | None = None) -> Path:
     # The header lacks a part of the configuration.
     content = header.digest + config.encode() + _writers_digest()
     identity = hashlib.blake2b(content, digest_size=16).hexdigest()
-    return cached_folder(f"gguf-{identity}", write, cache_dir=cache_dir)
+    return cached_folder(f"gguf-{identity}", write)
 
 
 @cache
