@@ -77,12 +77,14 @@ class Slots:
         if self._is_handing_out:
             return
         self._is_handing_out = True
-        while self._num_free and self._waiting:
-            self._num_free -= 1
-            taken = next(iter(self._waiting))
-            del self._waiting[taken]
-            taken()
-        self._is_handing_out = False
+        try:
+            while self._num_free and self._waiting:
+                self._num_free -= 1
+                taken = next(iter(self._waiting))
+                del self._waiting[taken]
+                taken()
+        finally:
+            self._is_handing_out = False
 
 
 class Incoming:

@@ -120,3 +120,15 @@ def test_many_may_give_their_slots_back_as_soon_as_they_get_them() -> None:
     taken: list[int] = []
     slots.take(lambda: taken.append(1))
     assert taken == [1]
+
+
+def test_an_error_of_who_gets_a_slot_stops_nobody_else() -> None:
+    slots = Slots(1)
+    with pytest.raises(ZeroDivisionError):
+        slots.take(lambda: 1 // 0)
+    taken: list[int] = []
+    slots.take(lambda: taken.append(1))
+
+    slots.release()
+
+    assert taken == [1]
