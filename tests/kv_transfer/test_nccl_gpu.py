@@ -127,6 +127,8 @@ def test_what_arrives_leaves_the_memory_of_a_step_alone_that_still_runs() -> Non
     link = NcclLink(device, "c0", False, bytes(128), 16)
     activations = torch.ones(num_words, dtype=torch.int32, device="cuda")
     assert int(activations.sum()) == num_words
+    torch.zeros(1, dtype=torch.uint8, device="cuda").fill_(7)  # loads the kernel
+    torch.cuda.synchronize()
     torch.cuda._sleep(1_000_000_000)  # cycles: half a second
     step_result = activations.sum()
     del activations
