@@ -19,6 +19,7 @@ from torch import Tensor
 from kv_cache.page_storage import PageStorage
 from kv_cache.torch_storage import TorchPageStorage
 from kv_transfer.errors import TransportRefused
+from kv_transfer.own_streams import OwnStreams
 
 cuda: Any = torch.cuda  # its streams and events are not typed
 
@@ -47,6 +48,7 @@ class CudaMemory:
             raise TransportRefused(f"transport cuda_ipc needs cuda.bindings: {error}") from error
         self.device = storage.pages.device  # with its number, which the storage's may lack
         self.page_bytes = storage.page_bytes
+        self.streams = OwnStreams(self.device)
         driver = self.called("cudaDriverGetVersion", self.runtime.cudaDriverGetVersion())
         self.copies_in_batches: bool = driver >= _BATCH_DRIVER
         self.words = storage.words
@@ -109,13 +111,8 @@ class CudaPeerPages:
         self._memory = memory
         self._base = base
         self._first = base + offset  # address of page 0
-        runtime = memory.runtime
-        # torch's own streams come from a pool of 32 and are given out again: a step of the engine
-        # could find itself behind a copy.
-        created = runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)
-        self._owned_stream = memory.called("cudaStreamCreateWithFlags", created)
-        self._stream = cuda.ExternalStream(int(self._owned_stream), device=memory.device)
         self._words = self._as_tensor(num_pages) if is_same_gpu else None
+        self._stream = memory.streams.take()
         # Held while the copies of a call are launched: if those of two calls took turns on the
         # stream, both would end with the last.
         self._launching = threading.Lock()
@@ -139,10 +136,10 @@ class CudaPeerPages:
 
     def close(self) -> None:
         self._words = None
-        runtime = self._memory.runtime
-        cuda.set_device(self._memory.device)
-        runtime.cudaStreamDestroy(self._owned_stream)
-        self._memory.called("cudaIpcCloseMemHandle", runtime.cudaIpcCloseMemHandle(self._base))
+        memory = self._memory
+        memory.streams.give_back(self._stream)
+        cuda.set_device(memory.device)
+        memory.called("cudaIpcCloseMemHandle", memory.runtime.cudaIpcCloseMemHandle(self._base))
 
     def _copy_by_kernel(
         self, words: Tensor, source_ids: Sequence[int], target_ids: Sequence[int]

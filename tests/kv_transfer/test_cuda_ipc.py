@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import struct
 import threading
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from kv_cache.page_storage import PageBytes
-from kv_transfer import cuda_ipc_memory
+from kv_transfer import cuda_ipc_memory, own_streams
 from kv_transfer.cuda_ipc import CudaIpcTransport, Receiving, Sending
 from kv_transfer.cuda_ipc_memory import runs_of_pages
 from kv_transfer.driver import TransferStats
@@ -25,6 +26,7 @@ from kv_transfer.errors import (
     TransportRefused,
 )
 from kv_transfer.order import WINDOW, Incoming, Outgoing
+from kv_transfer.own_streams import OwnStreams
 from kv_transfer.proven_sockets import ProvenSockets
 from prefill_worker.config import PrefillConfig
 from tests.kv_transfer.ipc_pair import SOURCE_CARD, HostPages, Pair, a_pair, ipc_threads
@@ -684,6 +686,31 @@ def test_mapping_that_outlasts_the_deadline_leaves_nothing_mapped() -> None:
     run(scenario)
 
 
+def make_streams(monkeypatch: pytest.MonkeyPatch, *, code: int = 0) -> OwnStreams:
+    """Return streams whose numbers count up from 1; a code other than 0 is that of an error."""
+    numbers = itertools.count(1)
+    runtime = SimpleNamespace(
+        cudaStreamNonBlocking=1, cudaStreamCreateWithFlags=lambda flags: (code, next(numbers))
+    )
+    cuda = SimpleNamespace(
+        device=contextlib.nullcontext, ExternalStream=lambda number, device: number
+    )
+    monkeypatch.setattr(own_streams, "cuda", cuda)
+    streams = object.__new__(OwnStreams)
+    streams._runtime, streams._device, streams._idle = runtime, torch.device("cpu"), []
+    return streams
+
+
+def test_streams_that_were_given_back_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps memory for each stream that it has seen."""
+    streams = make_streams(monkeypatch)
+    assert [streams.take(), streams.take()] == [1, 2]
+    streams.give_back(2)
+    streams.give_back(1)
+
+    assert [streams.take(), streams.take(), streams.take()] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("num_pages", "offset", "refusal"),
     [
@@ -700,38 +727,37 @@ def test_what_fails_behind_a_mapping_unmaps_again(
     closed: list[int] = []
     runtime = SimpleNamespace(
         cudaIpcMemLazyEnablePeerAccess=1,
-        cudaStreamNonBlocking=1,
         cudaIpcMemHandle_t=SimpleNamespace,
         cudaIpcOpenMemHandle=lambda handle, flags: (0, 4096),
-        cudaStreamCreateWithFlags=lambda flags: (2, 0),  # out of memory
         cudaIpcCloseMemHandle=closed.append,
     )
     monkeypatch.setattr(cuda_ipc_memory, "cuda", SimpleNamespace(set_device=lambda device: None))
     memory = object.__new__(cuda_ipc_memory.CudaMemory)
     memory.runtime, memory.device, memory._gpu_id = runtime, torch.device("cpu"), b"g" * 16
-    memory.page_bytes = 64
+    memory.page_bytes, memory.streams = 64, make_streams(monkeypatch, code=2)  # out of memory
     memory._driver = SimpleNamespace(
         CUdeviceptr=int, cuMemGetAddressRange=lambda pointer: (0, pointer, 512)
     )
 
     with pytest.raises(TransportRefused, match=refusal):
-        memory.open(b"h" * 64 + offset.to_bytes(8, "big") + b"g" * 16, num_pages)
+        memory.open(b"h" * 64 + offset.to_bytes(8, "big") + b"o" * 16, num_pages)
 
     assert closed == [4096]
 
 
 def test_an_unmapping_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = SimpleNamespace(
-        cudaStreamDestroy=lambda stream: (0,), cudaIpcCloseMemHandle=lambda base: (1,)
-    )
+    runtime = SimpleNamespace(cudaIpcCloseMemHandle=lambda base: (1,))
     monkeypatch.setattr(cuda_ipc_memory, "cuda", SimpleNamespace(set_device=lambda device: None))
     pages = object.__new__(cuda_ipc_memory.CudaPeerPages)
     memory = object.__new__(cuda_ipc_memory.CudaMemory)
     memory.runtime, memory.device = runtime, torch.device("cpu")
-    pages._memory, pages._base, pages._owned_stream, pages._words = memory, 4096, 1, None
+    memory.streams = make_streams(monkeypatch)
+    pages._memory, pages._base, pages._stream, pages._words = memory, 4096, 7, None
 
     with pytest.raises(TransportRefused, match="cudaIpcCloseMemHandle failed: 1"):
         pages.close()
+
+    assert memory.streams.take() == 7, "the stream is idle all the same"
 
 
 def test_copies_that_were_launched_before_one_failed_have_ended_when_it_is_told(

@@ -5,6 +5,7 @@ import multiprocessing
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,3 +152,23 @@ def test_all_ways_to_copy_agree(way: str) -> None:
     assert target.digest_pages(target_ids) == source.digest_pages(source_ids)
     others = sorted(set(range(64)) - set(target_ids))
     assert not target.pages[others].any()
+
+
+def test_mappings_that_come_and_go_leave_no_memory_behind() -> None:
+    """torch keeps 2 MiB for each stream on which page ids were sent."""
+    source, target = (TorchPageStorage(LAYOUT, 64, "cuda") for _ in range(2))
+    memory = CudaMemory(target)
+    memory.runtime = SimpleNamespace(cudaIpcCloseMemHandle=lambda base: (0,))  # none is mapped
+    reserved = []
+    for _ in range(6):
+        both = [
+            CudaPeerPages(memory, source.pages.data_ptr(), 0, 64, is_same_gpu=True)
+            for _ in range(2)
+        ]
+        for each in both:
+            each.copy([1, 2], [3, 4])
+        for each in both:
+            each.close()
+        reserved.append(torch.cuda.memory_reserved())
+
+    assert reserved[1:] == reserved[:-1]
