@@ -13,7 +13,6 @@ waits until the polling thread has let go of the connection. So that thread dest
 operation records those of the one before again.
 """
 
-import contextlib
 import importlib
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from torch import Tensor
 from kv_cache.page_storage import PageStorage
 from kv_cache.torch_storage import TorchPageStorage
 from kv_transfer.errors import ConnectionBroken, LayoutMismatch
+from kv_transfer.own_streams import OwnStreams
 from kv_transfer.polling_thread import Steps
 
 cuda: Any = torch.cuda  # its streams and events are not typed
@@ -42,13 +42,12 @@ class NcclDevice:
         try:
             self.core: Any = importlib.import_module("nccl.core")
             self.result: Any = importlib.import_module("nccl.bindings.nccl").Result
-            self._cuda_core: Any = importlib.import_module("cuda.core")
+            self.streams = OwnStreams(storage.device)
         except ImportError as error:
             raise ConnectionBroken(
                 "transport nccl needs nccl4py: install pagewire[cuda], then run `pagewire doctor`"
             ) from error
         self._storage = storage
-        self._idle_streams: list[tuple[Any, object]] = []
         self.device = storage.device
         self.page_bytes = storage.page_bytes
         self.max_ctas = max_ctas
@@ -62,7 +61,7 @@ class NcclDevice:
     def warm_up(self) -> Steps[None]:
         """Load the kernels of copies and digests; page 0 is copied onto itself."""
         cuda.set_device(self.device)
-        stream, owner = self.new_stream()
+        stream = self.streams.take()
         with cuda.stream(stream):
             page_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
             slab = torch.empty_like(self.words[:1])
@@ -72,25 +71,7 @@ class NcclDevice:
                 self._storage.digest_pages([0] * num_pages)
         while not stream.query():
             yield
-        self.give_back((stream, owner))
-
-    def new_stream(self) -> tuple[Any, object]:
-        """Return a stream that nothing else uses, and the object that keeps it alive.
-
-        torch's own streams come from a pool of 32 and are given out again: work of the engine
-        could find itself behind a transfer that hangs. Those that were given back come first:
-        torch keeps at least 2 MiB of memory for each stream on which it was ever allocated.
-        """
-        with contextlib.suppress(IndexError):
-            return self._idle_streams.pop()
-        device = self._cuda_core.Device(self.device.index or 0)
-        device.set_current()
-        owner = device.create_stream()  # does not wait for the default stream, nor it for this
-        return cuda.ExternalStream(int(owner.handle), device=self.device), owner
-
-    def give_back(self, stream: tuple[Any, object]) -> None:
-        """Take an idle stream for the next connection; from any thread."""
-        self._idle_streams.append(stream)
+        self.streams.give_back(stream)
 
     def unique_id(self) -> bytes:
         return bytes(self.core.get_unique_id())
@@ -119,8 +100,7 @@ class NcclLink:
         self._unique_id = unique_id
         self._pages_in_message = pages_in_message
         self._communicator: Any = device.core.Communicator()
-        self._streams = device.new_stream(), device.new_stream()
-        (self._wire, _), (self._copy, _) = self._streams
+        self._wire, self._copy = device.streams.take(), device.streams.take()
         self._slabs: tuple[Tensor, ...] = ()
         # Held until the next operation: copies that an abort leaves behind still read them.
         self._ids: list[Tensor] = []
@@ -182,8 +162,8 @@ class NcclLink:
             time.sleep(IDLE_POLL_S)
         # Idle, so that other connections may have their memory and streams.
         self._slabs, self._ids, self._events = (), [], []
-        for each in reversed(self._streams):  # the last is taken first
-            self._device.give_back(each)
+        for each in (self._copy, self._wire):  # the last is taken first
+            self._device.streams.give_back(each)
 
     def _messages(self, page_ids: Sequence[int]) -> list[Tensor]:
         # All before anything is enqueued, since a copy to the device would then wait for the wire;

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kv_transfer.nccl_link import NcclLink
+from kv_transfer.own_streams import OwnStreams
 from tests.kv_transfer.gpu_worker import (
     ALL,
     Worker,
@@ -122,7 +123,7 @@ def test_what_arrives_leaves_the_memory_of_a_step_alone_that_still_runs() -> Non
         device=torch.device("cuda", 0),
         words=torch.zeros((16, num_words // 16), dtype=torch.int32, device="cuda"),
         max_ctas=1,
-        new_stream=lambda: (torch.cuda.Stream(), None),  # type: ignore[no-untyped-call]
+        streams=OwnStreams(torch.device("cuda", 0)),
     )
     link = NcclLink(device, "c0", False, bytes(128), 16)
     activations = torch.ones(num_words, dtype=torch.int32, device="cuda")

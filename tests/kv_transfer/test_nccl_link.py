@@ -124,8 +124,9 @@ def make_link(
         device=torch.device("cpu"),
         words=words,
         max_ctas=4,
-        new_stream=lambda: (Stream(), None),
-        give_back=([] if given_back is None else given_back).append,
+        streams=SimpleNamespace(
+            take=Stream, give_back=([] if given_back is None else given_back).append
+        ),
     )
     return NcclLink(device, "c0", is_sender, b"x" * 128, step)
 
@@ -220,5 +221,5 @@ def test_streams_are_given_back_once_they_are_idle(monkeypatch: pytest.MonkeyPat
     link.abort()
 
     # The next connection takes the last one first, for the same use.
-    assert given_back == [*reversed(link._streams)]
+    assert given_back == [link._copy, link._wire]
     assert queries.count(True) == 2
