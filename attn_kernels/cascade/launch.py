@@ -7,7 +7,6 @@ only before it folds.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -24,7 +23,7 @@ from attn_kernels.cascade.bodies_hopper import shared_prefix_hopper_kernel
 from attn_kernels.cascade.items import FIELDS, ITEM_FIELDS
 from attn_kernels.cascade.model import FP8_FIT, CascadeModel
 from attn_kernels.cascade.plan import CascadeEstimate, CascadePlan, plan_cascade
-from attn_kernels.cascade.prefix_tree import PrefixNode, aligned_tree, prefix_tree, within_window
+from attn_kernels.cascade.prefix_tree import prefix_tree, within_window
 from attn_kernels.chain import chained, may_chain
 from attn_kernels.checks import (
     HALF_DTYPES,
@@ -34,7 +33,6 @@ from attn_kernels.checks import (
     check_at_least_one,
     check_page_ids,
     check_pages,
-    check_within,
     hopper_refusal,
 )
 from attn_kernels.decode.launch import DEFAULT_RULE, DecodeAttention, DecodeTile, HopperDecodeTile
@@ -255,7 +253,6 @@ class CascadeAttention:
         page_indices: npt.NDArray[np.integer],
         *,
         rows: Integers | None = None,
-        nodes: Sequence[PrefixNode] | None = None,
     ) -> CascadeEstimate:
         """Make the work items of a batch; two copies to the device on the current stream, one if
         nothing is shared.
@@ -265,13 +262,12 @@ class CascadeAttention:
             table_starts: Index of each request's first page in `page_indices`.
             page_indices: Page ids of all requests, on the host.
             rows: Row of each request in q and out, each once; None: 0, 1, 2, ...
-            nodes: The prefix tree of the batch, if known; None: found in the page tables.
 
         Raises:
             CapacityError: If the batch is larger than the buffers.
             PageTableError: If a request has a page outside the pool, or begins before the table.
-            ShapeError: If arguments differ in length, a length is negative, a row is negative or
-                given twice, or the tree has members that the batch lacks.
+            ShapeError: If arguments differ in length, a length is negative, or a row is negative or
+                given twice.
         """
         batch = self.decode.check_plan(kv_lens, rows=rows, table_starts=table_starts)
         lens, starts = batch.kv_lens, batch.table_starts
@@ -285,17 +281,13 @@ class CascadeAttention:
             page_size=self.decode.pages.shape[4],
         )
         visible, shareable = within_window(lens, self.decode.sliding_window)
-        if nodes is None:
-            nodes = prefix_tree(
-                starts,
-                page_indices,
-                shareable,
-                page_size=self.decode.pages.shape[4],
-                unit_len=self.unit_len,
-            )
-        else:
-            _check_members(nodes, len(lens))
-            nodes = aligned_tree(nodes, shareable, unit_len=self.unit_len)
+        nodes = prefix_tree(
+            starts,
+            page_indices,
+            shareable,
+            page_size=self.decode.pages.shape[4],
+            unit_len=self.unit_len,
+        )
         shared = plan_cascade(
             nodes,
             visible,
@@ -460,12 +452,6 @@ class CascadeAttention:
         rows[:, :, 0] = self._batch.rows[shared.members, None] * num_heads + heads
         rows[:, :, 1] = items.first_slots[shared.members, None] * num_heads + heads
         self._plan.send(used)
-
-
-def _check_members(nodes: Sequence[PrefixNode], num_requests: int) -> None:
-    """Check that a tree from a cache fits the batch."""
-    for node in nodes:
-        check_within("members of nodes", node.members, num_requests, ShapeError)
 
 
 def _hopper_refusal(pages: Tensor) -> str | None:

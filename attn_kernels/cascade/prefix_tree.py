@@ -83,42 +83,6 @@ def prefix_tree(
     return _nodes(common.tolist(), candidates[order], unit_len)
 
 
-def aligned_tree(
-    nodes: Sequence[PrefixNode], kv_lens: npt.NDArray[np.integer], *, unit_len: int
-) -> list[PrefixNode]:
-    """Move the borders of a prefix cache's tree to whole units.
-
-    Tokens after a moved border belong to the children. A node is cut where its shorter members do
-    not share the rest.
-
-    Args:
-        nodes: Parents before children; a node begins where its parent ends.
-        kv_lens: Tokens of each request.
-        unit_len: Distance of borders.
-    """
-    shareable = np.maximum(kv_lens.astype(np.int64) - 1, 0) // unit_len * unit_len
-    aligned: list[PrefixNode] = []
-    last_of: dict[int | None, int | None] = {None: None}  # node |-> its last aligned ancestor
-    for index, node in enumerate(nodes):
-        parent = last_of[node.parent]
-        begin = node.begin // unit_len * unit_len
-        limits = np.minimum(shareable[node.members], node.end // unit_len * unit_len)
-        for border in np.unique(limits[limits > begin]).tolist():
-            members = node.members[limits >= border]
-            if len(members) < 2:
-                break
-            if parent is not None and len(aligned[parent].members) == len(members):
-                # The parent's other children lost all they had: its members did not part yet.
-                begin, up = aligned[parent].begin, aligned[parent].parent
-                aligned[parent] = PrefixNode(begin=begin, end=border, members=members, parent=up)
-            else:
-                aligned.append(PrefixNode(begin=begin, end=border, members=members, parent=parent))
-                parent = len(aligned) - 1
-            begin = border
-        last_of[index] = parent
-    return aligned
-
-
 def _nodes(common: Sequence[int], requests: IntArray, unit_len: int) -> list[PrefixNode]:
     """Turn the common units of neighbours into nodes: intervals of equal depth, from a stack.
 

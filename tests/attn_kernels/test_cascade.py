@@ -14,7 +14,7 @@ from attn_kernels.cascade import items as cascade_items
 from attn_kernels.cascade import launch as cascade_launch
 from attn_kernels.cascade import plan as cascade_plan
 from attn_kernels.cascade.launch import CascadeAttention
-from attn_kernels.cascade.prefix_tree import PrefixNode, prefix_tree
+from attn_kernels.cascade.prefix_tree import prefix_tree
 from attn_kernels.decode import launch as decode_launch
 from attn_kernels.decode.launch import DecodeAttention, DecodeTile
 from attn_kernels.decode.plan import FIELDS, DecodeItems, SplitRule
@@ -35,8 +35,8 @@ def make_attention(
     return attention
 
 
-def plan(attention: CascadeAttention, case: PagedCase, **options: object) -> None:
-    attention.plan(case.kv_lens, *case.table_arrays, **options)
+def plan(attention: CascadeAttention, case: PagedCase) -> None:
+    attention.plan(case.kv_lens, *case.table_arrays)
 
 
 def three_levels(page_size: int = 8) -> SharedTables:
@@ -87,16 +87,14 @@ def test_any_forest_gives_the_bits_of_flat_decode(device: str, tables: SharedTab
         assert torch.equal(out, decode(case))
 
 
-@pytest.mark.parametrize("knows_tree", [False, True])
-def test_with_a_sliding_window_those_share_that_lie_within_it(device: str, knows_tree: bool):
+def test_with_a_sliding_window_those_share_that_lie_within_it(device: str):
     tables = three_levels()
     case = small_case(tables, device)
     lens = np.array(case.kv_lens)
     window = int(np.sort(lens)[-3])
-    nodes = prefix_tree(tables.starts, tables.indices, lens, page_size=8, unit_len=16)
     attention = make_attention(case, sliding_window=window)
 
-    plan(attention, case, nodes=nodes if knows_tree else None)
+    plan(attention, case)
     out = run(attention, case)
 
     assert attention._shared is not None
@@ -115,7 +113,7 @@ def test_with_a_sliding_window_those_share_that_lie_within_it(device: str, knows
     assert torch.equal(run(attention, case), out)
 
 
-def test_any_cut_of_the_tree_gives_the_same_bits(device: str):
+def test_any_cut_of_the_tree_gives_the_same_bits(device: str, monkeypatch: pytest.MonkeyPatch):
     tables = three_levels()
     case = small_case(tables, device)
     nodes = prefix_tree(
@@ -128,8 +126,9 @@ def test_any_cut_of_the_tree_gives_the_same_bits(device: str):
 
     outs = [run(absorbing, case)]
     for count in range(1, len(nodes) + 1):  # parents come first: each is a tree
+        monkeypatch.setattr(cascade_launch, "prefix_tree", lambda *_, cut=nodes[:count], **__: cut)
         attention = make_attention(case)
-        plan(attention, case, nodes=nodes[:count])
+        plan(attention, case)
         outs.append(run(attention, case))
 
     assert few_slots < int(attention._shared.num_shared_slots.max()), "something was absorbed"
@@ -307,17 +306,6 @@ def test_a_batch_that_grows_is_planned_on_without_looking_at_its_pages(device: s
     assert_close(run(attention, case), case)
 
 
-def test_a_tree_that_the_cache_knows_gives_the_same_as_page_tables(device: str):
-    tables = grow(3, [0], [5], [0] * 3, [1, 9, 3], page_size=8)
-    case = small_case(tables, device)
-    attention = make_attention(case)
-    known = [PrefixNode(begin=0, end=40, members=np.arange(3), parent=None)]
-    plan(attention, case, nodes=known)
-
-    assert attention.num_shared_items > 0
-    assert torch.equal(run(attention, case), cascade(case))
-
-
 def test_flat_plans_take_a_kernel_of_their_own_in_the_same_memory(
     monkeypatch: pytest.MonkeyPatch, device: str
 ):
@@ -346,7 +334,7 @@ def test_flat_plans_take_a_kernel_of_their_own_in_the_same_memory(
         assert attention.decode.partial_acc.isfinite().any(), "nothing was folded"
 
         with pytest.raises(CapacityError):
-            attention.plan([10**7] * len(case.kv_lens), *case.table_arrays, nodes=[])
+            attention.plan([10**7] * len(case.kv_lens), *case.table_arrays)
         assert torch.equal(run(attention, case), out)
         attention.plan_next_step(case.kv_lens)
         assert torch.equal(run(attention, case), out)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from attn_kernels.cascade.launch import CascadeAttention
-from attn_kernels.cascade.prefix_tree import PrefixNode
 from attn_kernels.decode.launch import DecodeAttention, DecodeTile
 from attn_kernels.decode.plan import SplitRule
 from attn_kernels.errors import (
@@ -103,11 +102,6 @@ CASCADE_BATCHES = [
     ({"page_indices": [0]}, ShapeError, "page_indices has 1 entries, must have at least the .* 2"),
     ({"page_indices": [[0, 0]]}, ShapeError, r"page_indices has shape \[1, 2\], must be \[any\]"),
     ({"page_indices": [0.0, 1.0]}, DtypeError, "page_indices is float64, must be integers"),
-    (
-        {"nodes": [PrefixNode(begin=0, end=16, members=starts(0, 2), parent=None)]},
-        ShapeError,
-        "members of nodes has 2 at index 1, must be 0 to 1",
-    ),
 ]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_kernels.cascade.prefix_tree import PrefixNode, aligned_tree, prefix_tree
+from attn_kernels.cascade.prefix_tree import PrefixNode, prefix_tree
 from tests.attn_kernels.shared_tables import SharedTables, check_tree, forests
 
 
@@ -64,21 +64,6 @@ def test_the_order_of_requests_does_not_matter(tables: SharedTables, random):
 
     restored = {(b, e, tuple(sorted(order[i] for i in m))) for b, e, m in described(nodes)}
     assert restored == described(tree_of(tables))
-
-
-@given(forests())
-@settings(max_examples=300, derandomize=True)
-def test_a_known_tree_with_borders_anywhere_becomes_the_tree_of_the_page_tables(
-    tables: SharedTables,
-):
-    # With units of a page, a tree is what a prefix cache knows.
-    known = tree_of(tables, unit_len=tables.page_size)
-    unit_len = 3 * tables.page_size
-
-    nodes = aligned_tree(known, np.array(tables.kv_lens), unit_len=unit_len)
-
-    check_tree(nodes)
-    assert described(nodes) == defined(tables, unit_len)
 
 
 def test_requests_that_share_nothing_have_no_tree():

@@ -67,7 +67,6 @@ HOW = {
     "max_shared_slots",
     "num_shared_slots",
     "first_private",
-    "nodes",
 }
 ATOL = 4e-6  # as in paged_case.py
 
