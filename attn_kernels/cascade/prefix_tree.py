@@ -35,7 +35,7 @@ def within_window(kv_lens: IntArray, sliding_window: int | None) -> tuple[IntArr
 
 
 def prefix_tree(
-    page_indptr: npt.NDArray[np.integer],
+    table_starts: npt.NDArray[np.integer],
     page_indices: npt.NDArray[np.integer],
     kv_lens: npt.NDArray[np.integer],
     *,
@@ -47,7 +47,7 @@ def prefix_tree(
     Borders are multiples of `unit_len`, and each request keeps its last token, at least, to itself.
 
     Args:
-        page_indptr: First page-table entry of each request, [num_requests] or one more.
+        table_starts: Index of each request's first page in `page_indices`, [num_requests].
         page_indices: Page ids of all requests.
         kv_lens: Tokens of each request, [num_requests].
         page_size: Tokens of a page.
@@ -58,7 +58,7 @@ def prefix_tree(
     if not len(candidates):
         return []
     pages_per_unit = unit_len // page_size
-    first_ends = page_indptr[candidates] + (pages_per_unit - 1)  # entry of the last page of unit 0
+    first_ends = table_starts[candidates] + (pages_per_unit - 1)  # entry of the last page of unit 0
     _, group, sizes = np.unique(page_indices[first_ends], return_inverse=True, return_counts=True)
     is_shared = sizes[group] > 1
     candidates, first_ends = candidates[is_shared], first_ends[is_shared]
