@@ -9,7 +9,7 @@ MAX_DEPTH = 64  # of values within values
 MAX_DIGITS = 4300  # of an integer: as many as Python reads
 # Between the parts of a JSON text. Without a limit, a model may write blanks forever.
 WHITESPACE = r"[ \t\n\r]{0,40}"
-_EXTENSIONS = ("x-guidance",)  # keys of a schema that would change the library's rules
+_OPTIONS = "x-guidance"  # key of a whole schema whose value changes the library's rules
 _KINDS = {
     dict: "an object",
     list: "an array",
@@ -56,15 +56,12 @@ def check_schema(schema: Any) -> dict[str, Any] | bool:
     """Return a schema if it looks like one.
 
     Raises:
-        InvalidConstraint: It is neither an object nor a boolean, or has keys unknown to JSON
-            Schema.
+        InvalidConstraint: It is neither an object nor a boolean, or sets options of the library.
     """
     if not isinstance(schema, dict | bool):
         raise InvalidConstraint(kind_of(schema), "a JSON schema, which is an object")
-    if isinstance(schema, dict):
-        for key in _EXTENSIONS:
-            if key in schema:
-                raise InvalidConstraint(f"the key {key!r}", "keywords of JSON Schema")
+    if isinstance(schema, dict) and _OPTIONS in schema:
+        raise InvalidConstraint(f"the key {_OPTIONS!r}", "keywords of JSON Schema")
     return schema
 
 
@@ -73,7 +70,7 @@ def json_rule(schema: dict[str, Any] | bool) -> str:
     if schema is True:
         schema = {}
     if isinstance(schema, dict):
-        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        schema = {**schema, _OPTIONS: {"whitespace_pattern": WHITESPACE}}
     return f"%json {json.dumps(schema)}"
 
 
