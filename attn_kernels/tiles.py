@@ -82,9 +82,9 @@ class PlanBuffer:
         self._turn = 1 - self._turn
 
 
-def to_device(table: NDArray[np.integer], device: torch.device) -> Tensor:
-    """Copy integers to the device of the launch without waiting for it."""
-    tensor = torch.from_numpy(table)
+def to_device(values: NDArray[np.number], device: torch.device) -> Tensor:
+    """Copy an array to the device of the launch without waiting for it."""
+    tensor = torch.from_numpy(values)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -181,10 +180,6 @@ def upload_edits(draws: Sequence[Draw], device: torch.device) -> LogitEdits | No
     return LogitEdits(
         rows=to_device(entries.rows_E, device),
         tokens=to_device(entries.tokens_E, device),
-        repetition=_floats(entries.repetition_E, device),
-        subtract=_floats(entries.subtract_E, device),
+        repetition=to_device(entries.repetition_E, device),
+        subtract=to_device(entries.subtract_E, device),
     )
-
-
-def _floats(values: npt.NDArray[np.float32], device: torch.device) -> Tensor:
-    return to_device(values.view(np.int32), device).view(torch.float32)
