@@ -55,7 +55,7 @@ class TritonAttention:
         self._num_qo_heads = num_qo_heads
         self._scale = scale
         self._sliding_window = sliding_window
-        self._prefill = self._make_prefill()
+        self._prefill = self.prefill_of(None)
         self._decode = TritonDecode(
             pages, num_qo_heads=num_qo_heads, scale=scale, sliding_window=sliding_window
         )
@@ -78,9 +78,15 @@ class TritonAttention:
         self._plan_prefill(batch, self._prefill)
         self._plan_decode(decode_rows(batch), batch.page_table)
 
-    def prefill_of(self, capacity: PrefillCapacity) -> PrefillAttention:
-        """Return a prefill whose plans, up to a capacity, share the same launches."""
-        return self._make_prefill(capacity)
+    def prefill_of(self, capacity: PrefillCapacity | None) -> PrefillAttention:
+        """Return a prefill; if it has a capacity, all its plans share the same launches."""
+        return PrefillAttention(
+            self._pages,
+            num_qo_heads=self._num_qo_heads,
+            scale=self._scale,
+            sliding_window=self._sliding_window,
+            capacity=capacity,
+        )
 
     def plan_prompts(self, batch: ForwardBatch, prefill: PrefillAttention) -> None:
         """Plan a pass of only prompt tokens for a result of `prefill_of`.
@@ -186,15 +192,6 @@ class TritonAttention:
         if self._decode_launches:
             self._decode.plan(self._decode_launches[0], page_table)
             self._reads += self._decode.reads(self._decode_launches[0].kv_lens)
-
-    def _make_prefill(self, capacity: PrefillCapacity | None = None) -> PrefillAttention:
-        return PrefillAttention(
-            self._pages,
-            num_qo_heads=self._num_qo_heads,
-            scale=self._scale,
-            sliding_window=self._sliding_window,
-            capacity=capacity,
-        )
 
     def _plan_prefill(
         self, batch: ForwardBatch, prefill: PrefillAttention, *, first_row: int = 0
