@@ -5,7 +5,7 @@ TransferError
 ├── TransferAborted      the other side stopped the transfer
 ├── TransferTimeout      a protocol step did not come before its deadline
 ├── DigestMismatch       pages arrived with other contents than were sent
-├── TransportRefused     the sender does not offer this transport
+├── TransportRefused     one of the two workers does not have this transport
 └── LayoutMismatch       the two workers' pages differ in shape, dtype or model
 """
 
@@ -31,7 +31,7 @@ class DigestMismatch(TransferError):
 
 
 class TransportRefused(TransferError):
-    """The sender does not offer this transport; another one may do."""
+    """One of the two workers does not have this transport; another one may do."""
 
 
 class LayoutMismatch(TransferError):

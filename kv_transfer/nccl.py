@@ -66,8 +66,7 @@ class NcclTransport:
     that is first loaded while a transfer hangs would hang with it.
 
     Raises:
-        LayoutMismatch: The storage is not on a CUDA device.
-        ConnectionBroken: nccl4py is missing.
+        TransportRefused: The storage is not on a CUDA device, or nccl4py or libnccl is missing.
     """
 
     name = "nccl"

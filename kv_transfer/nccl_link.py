@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kv_cache.page_storage import PageStorage
 from kv_cache.torch_storage import TorchPageStorage
-from kv_transfer.errors import ConnectionBroken, LayoutMismatch
+from kv_transfer.errors import ConnectionBroken, TransportRefused
 from kv_transfer.own_streams import OwnStreams
 from kv_transfer.polling_thread import Steps
 
@@ -38,13 +38,13 @@ class NcclDevice:
 
     def __init__(self, storage: PageStorage, *, max_ctas: int) -> None:
         if not isinstance(storage, TorchPageStorage) or storage.device.type != "cuda":
-            raise LayoutMismatch("transport nccl needs pages in the memory of a CUDA device")
+            raise TransportRefused("transport nccl needs pages in the memory of a CUDA device")
         try:
             self.core: Any = importlib.import_module("nccl.core")
             self.result: Any = importlib.import_module("nccl.bindings.nccl").Result
             self.streams = OwnStreams(storage.device)
         except ImportError as error:
-            raise ConnectionBroken(
+            raise TransportRefused(
                 "transport nccl needs nccl4py: install pagewire[cuda], then run `pagewire doctor`"
             ) from error
         self._storage = storage
@@ -54,7 +54,7 @@ class NcclDevice:
         self.words = storage.words
         libnccl = self.core.get_version().libnccl
         if libnccl is None:
-            raise ConnectionBroken("libnccl.so.2 is missing; torch for CUDA brings it as a wheel")
+            raise TransportRefused("libnccl.so.2 is missing; torch for CUDA brings it as a wheel")
         major, minor, patch = libnccl.version.release
         self.nccl_version: int = major * 10_000 + minor * 100 + patch
 

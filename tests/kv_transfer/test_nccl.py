@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.errors import ConnectionBroken, LayoutMismatch
+from kv_transfer.errors import ConnectionBroken, LayoutMismatch, TransportRefused
 from kv_transfer.nccl import _OFFER, NcclConnection, NcclTransport
 from kv_transfer.polling_thread import PollingThread, Steps
 from tests.kv_transfer.pair import check_whole_transfers, damage_exports, make_storage
@@ -186,7 +186,7 @@ def test_a_message_that_the_staging_buffer_cannot_hold_is_refused(num_pages: int
 
 
 def test_pages_in_host_memory_are_refused_by_name() -> None:
-    with pytest.raises(LayoutMismatch, match="CUDA device"):
+    with pytest.raises(TransportRefused, match="CUDA device"):
         NcclTransport(make_storage(4, 1))
 
 
