@@ -32,7 +32,7 @@ from grammars.bits import TokenBits
 from kv_cache.layout import num_pages_for
 from llm_engine.attention_triton import TritonAttention
 from llm_engine.decode_rows import DecodeRows
-from llm_engine.decode_triton import least_shared_len
+from llm_engine.decode_triton import Recordable, least_shared_len
 from llm_engine.device_batch import DeviceBatch
 from llm_engine.forward_batch import PassInputs
 from llm_engine.limits import MAX_LOGPROBS
@@ -70,8 +70,7 @@ class Kind:
 
     num_rows: int
     num_prompt_tokens: int
-    has_few_rows: bool  # for attention
-    shares_prefixes: bool
+    launches: Recordable  # of attention
     draws: DrawKind
 
 
@@ -243,8 +242,7 @@ class GraphedDecode:
         return Kind(
             num_rows=num_rows,
             num_prompt_tokens=prompts.size if prompts else 0,
-            has_few_rows=launches.has_few_rows,
-            shares_prefixes=launches.shares_prefixes,
+            launches=launches,
             draws=draws,
         )
 

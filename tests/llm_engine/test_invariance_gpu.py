@@ -20,7 +20,7 @@ from attn_kernels.decode.bodies_hopper import paged_decode_hopper_kernel
 from attn_kernels.sampling import launch, reference
 from kv_cache.layout import num_pages_for
 from llm_engine.decode_graphs import NUM_ROWS, DrawKind, Kind
-from llm_engine.decode_triton import few_rows
+from llm_engine.decode_triton import Recordable, few_rows
 from llm_engine.device_runner import DeviceRunner
 from llm_engine.engine import Engine
 from llm_engine.engine_step import EngineStep
@@ -367,8 +367,10 @@ def test_recorded_steps_have_the_bits_of_passes_launched_kernel_by_kernel(
             kind = Kind(
                 num_rows=num_padded,
                 num_prompt_tokens=0,
-                has_few_rows=num_rows <= few_rows(group) or not has_cascade,
-                shares_prefixes=has_cascade and num_shared_pages > 0,
+                launches=Recordable(
+                    has_few_rows=num_rows <= few_rows(group) or not has_cascade,
+                    shares_prefixes=has_cascade and num_shared_pages > 0,
+                ),
                 # The fourth has a penalty.
                 draws=DrawKind(edits_logits=num_rows > 3, has_logprobs=False, has_masks=False),
             )
