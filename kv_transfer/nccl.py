@@ -19,7 +19,6 @@ from kv_transfer.polling_thread import PollingThread, Steps
 UNIQUE_ID_BYTES = 128
 STAGING_BYTES = 64 << 20  # per connection, two slabs
 WARM_UP_S = 120.0  # Triton may compile
-MAX_CTAS = 16  # many for a short time disturb other kernels less than few for long
 
 # unique id | NCCL version | pages in a message | bytes of a page
 _OFFER = struct.Struct(f"!{UNIQUE_ID_BYTES}sIIQ")
@@ -76,10 +75,9 @@ class NcclTransport:
         storage: PageStorage,
         *,
         staging_bytes: int = STAGING_BYTES,
-        max_ctas: int = MAX_CTAS,
-        make_device: Callable[[PageStorage, int], Device] | None = None,
+        make_device: Callable[[PageStorage], Device] | None = None,
     ) -> None:
-        self._device = (make_device or _nccl_device)(storage, max_ctas)
+        self._device = (make_device or _nccl_device)(storage)
         self._pages_in_message = max(1, staging_bytes // 2 // self._device.page_bytes)
         self._thread = PollingThread("nccl")
         self._thread.submit(self, self._device.warm_up()).result(WARM_UP_S)
@@ -201,8 +199,8 @@ async def _in_daemon_thread(function: Callable[[], None]) -> None:
     await done
 
 
-def _nccl_device(storage: PageStorage, max_ctas: int) -> Device:
+def _nccl_device(storage: PageStorage) -> Device:
     # Imported here: hosts without GPUs have neither nccl4py nor use for it.
     from kv_transfer.nccl_link import NcclDevice
 
-    return NcclDevice(storage, max_ctas=max_ctas)
+    return NcclDevice(storage)

@@ -29,6 +29,7 @@ from kv_transfer.polling_thread import Steps
 
 cuda: Any = torch.cuda  # its streams and events are not typed
 
+MAX_CTAS = 16  # many for a short time disturb other kernels less than few for long
 WARM_UP_BYTES = 4096
 IDLE_POLL_S = 0.001
 
@@ -36,7 +37,7 @@ IDLE_POLL_S = 0.001
 class NcclDevice:
     """One GPU with its pages; implements `kv_transfer.nccl.Device`."""
 
-    def __init__(self, storage: PageStorage, *, max_ctas: int) -> None:
+    def __init__(self, storage: PageStorage) -> None:
         if not isinstance(storage, TorchPageStorage) or storage.device.type != "cuda":
             raise TransportRefused("transport nccl needs pages in the memory of a CUDA device")
         try:
@@ -50,7 +51,6 @@ class NcclDevice:
         self._storage = storage
         self.device = storage.device
         self.page_bytes = storage.page_bytes
-        self.max_ctas = max_ctas
         self.words = storage.words
         libnccl = self.core.get_version().libnccl
         if libnccl is None:
@@ -109,9 +109,7 @@ class NcclLink:
 
     def open(self) -> Steps[None]:
         core = self._device.core
-        config = core.NCCLConfig(
-            blocking=False, max_ctas=self._device.max_ctas, comm_name=self._name
-        )
+        config = core.NCCLConfig(blocking=False, max_ctas=MAX_CTAS, comm_name=self._name)
         self._communicator.initialize(
             2, self._rank, core.UniqueId.from_bytes(self._unique_id), config
         )

@@ -80,8 +80,8 @@ class Pair:
         self.source, self.target = make_storage(64, 1), make_storage(64, 2)
         wires: dict[bytes, list[Any]] = {}
         self.devices = HostDevice(self.source, wires), HostDevice(self.target, wires)
-        self.sender = NcclTransport(self.source, make_device=lambda *_: self.devices[0])
-        self.receiver = NcclTransport(self.target, make_device=lambda *_: self.devices[1])
+        self.sender = NcclTransport(self.source, make_device=lambda _: self.devices[0])
+        self.receiver = NcclTransport(self.target, make_device=lambda _: self.devices[1])
 
     async def connect(self) -> tuple[NcclConnection, NcclConnection]:
         offer = self.receiver.offer("c0", b"")

@@ -122,7 +122,6 @@ def test_what_arrives_leaves_the_memory_of_a_step_alone_that_still_runs() -> Non
         result=SimpleNamespace(InProgress="in progress", Success="success"),
         device=torch.device("cuda", 0),
         words=torch.zeros((16, num_words // 16), dtype=torch.int32, device="cuda"),
-        max_ctas=1,
         streams=OwnStreams(torch.device("cuda", 0)),
     )
     link = NcclLink(device, "c0", False, bytes(128), 16)

@@ -123,7 +123,6 @@ def make_link(
         result=Result,
         device=torch.device("cpu"),
         words=words,
-        max_ctas=4,
         streams=SimpleNamespace(
             take=Stream, give_back=([] if given_back is None else given_back).append
         ),
