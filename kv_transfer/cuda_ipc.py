@@ -16,9 +16,9 @@ The sender names the pages of up to WINDOW operations before those of the first 
 a frame number says that all frames before it have been read, too. So the receiver copies what waits
 in one call, and launches it behind the copy that still runs: operations wait for no round trip, and
 small ones share the turns of threads. All integers are big-endian. A frame that the receiver does
-not expect breaks the connection, and its ids are not taken. Pages that are named and not read go to
-different pages of the receiver, so they are no more than it has: that bounds what a broken sender
-lets it keep.
+not expect breaks the connection, and its ids are not taken. Pages that are named but not read go to
+different pages of the receiver, so there are never more of them than it has: this bounds the memory
+that a broken sender can fill.
 
 Only the receiver writes, into its own pages and without its peer's help; so nothing hangs when the
 peer dies, and an abort lasts no longer than two copies. A mapping keeps the memory of a dead sender

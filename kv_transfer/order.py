@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from kv_transfer.errors import ConnectionBroken
 from kv_transfer.transport import Connection
 
-# Chunks that a receiver asks for at a time; small ones move together. A part of the contract: the
-# sender names as many before the first is read, and a receiver that allows fewer breaks off.
+# Chunks that a receiver asks for at a time; small ones move together. Part of the contract: a
+# sender names as many before the first is read, and a receiver whose window is smaller breaks off.
 WINDOW = 32
 
 

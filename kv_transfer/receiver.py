@@ -78,7 +78,7 @@ class Receiver:
         self._slots: dict[int, Callable[[], None]] = {}  # chunk |-> called with its slot
         self._slot_bytes: dict[int, int] = {}  # chunk that has a slot |-> its size
         self.stats = TransferStats()
-        # Loop times of begin and end: of those posted at once, one begins when the other ends.
+        # Begin and end in loop time; of those posted together, each begins when the last one ends.
         self._receives: list[tuple[float, float]] = []
         self.driver: Driver[ReceiverState, ReceiverEvent, ReceiverAction] = Driver(
             state=begin(ticket, first_page=first_page, num_pages=len(page_ids)),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it imports Triton
 
 MIN_ROWS = 64  # of the buffers of the kernels, about 64 KB each
 
-# Does not wait: to be called once all that was on the stream when it was made has run.
+# Does not wait: call it once all has run that was on the stream when it was made.
 ReadTokens = Callable[[], list[SampledToken | None]]
 TokenSampler: TypeAlias = "reference.TokenSampler | launch.TokenSampler"
 

@@ -126,9 +126,9 @@ class CascadeAttention:
         decode: Reads the parts that requests do not share, and folds.
         flat: Reads everything if nothing is shared.
         model: Fitted costs; may be replaced between plans.
-        num_early_lanes: Lanes of decode whose programs start beside those of a shared part that is
-            on every multiprocessor; as many requests or fewer take no others while it has one equal
-            item for each of its programs.
+        num_early_lanes: Lanes of decode whose programs start while a shared part occupies every
+            multiprocessor. Only these get work if there are no more requests than they are, and
+            the shared part has one item for each of its programs, all of one length.
     """
 
     def __init__(
