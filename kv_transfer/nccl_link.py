@@ -43,7 +43,9 @@ class NcclDevice:
         try:
             self.core: Any = importlib.import_module("nccl.core")
             self.result: Any = importlib.import_module("nccl.bindings.nccl").Result
-            self.streams = OwnStreams(storage.device)
+            # Apart: slabs lie in memory that torch keeps for the stream of the wire.
+            self.wire_streams = OwnStreams(storage.device)
+            self.copy_streams = OwnStreams(storage.device)
         except ImportError as error:
             raise TransportRefused(
                 "transport nccl needs nccl4py: install pagewire[cuda], then run `pagewire doctor`"
@@ -61,7 +63,7 @@ class NcclDevice:
     def warm_up(self) -> Steps[None]:
         """Load the kernels of copies and digests; page 0 is copied onto itself."""
         cuda.set_device(self.device)
-        stream = self.streams.take()
+        stream = self.copy_streams.take()
         with cuda.stream(stream):
             page_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
             slab = torch.empty_like(self.words[:1])
@@ -71,7 +73,7 @@ class NcclDevice:
                 self._storage.digest_pages([0] * num_pages)
         while not stream.query():
             yield
-        self.streams.give_back(stream)
+        self.copy_streams.give_back(stream)
 
     def unique_id(self) -> bytes:
         return bytes(self.core.get_unique_id())
@@ -100,7 +102,7 @@ class NcclLink:
         self._unique_id = unique_id
         self._pages_in_message = pages_in_message
         self._communicator: Any = device.core.Communicator()
-        self._wire, self._copy = device.streams.take(), device.streams.take()
+        self._wire, self._copy = device.wire_streams.take(), device.copy_streams.take()
         self._slabs: tuple[Tensor, ...] = ()
         # Held until the next operation: copies that an abort leaves behind still read them.
         self._ids: list[Tensor] = []
@@ -160,8 +162,8 @@ class NcclLink:
             time.sleep(IDLE_POLL_S)
         # Idle, so that other connections may have their memory and streams.
         self._slabs, self._ids, self._events = (), [], []
-        for each in (self._copy, self._wire):  # the last is taken first
-            self._device.streams.give_back(each)
+        self._device.wire_streams.give_back(self._wire)
+        self._device.copy_streams.give_back(self._copy)
 
     def _messages(self, page_ids: Sequence[int]) -> list[Tensor]:
         # All before anything is enqueued, since a copy to the device would then wait for the wire;

@@ -122,7 +122,8 @@ def test_what_arrives_leaves_the_memory_of_a_step_alone_that_still_runs() -> Non
         result=SimpleNamespace(InProgress="in progress", Success="success"),
         device=torch.device("cuda", 0),
         words=torch.zeros((16, num_words // 16), dtype=torch.int32, device="cuda"),
-        streams=OwnStreams(torch.device("cuda", 0)),
+        wire_streams=OwnStreams(torch.device("cuda", 0)),
+        copy_streams=OwnStreams(torch.device("cuda", 0)),
     )
     link = NcclLink(device, "c0", False, bytes(128), 16)
     activations = torch.ones(num_words, dtype=torch.int32, device="cuda")

@@ -33,6 +33,17 @@ class Stream:
         return True
 
 
+class Streams:
+    def __init__(self) -> None:
+        self.given_back: list[Stream] = []
+
+    def take(self) -> Stream:
+        return Stream()
+
+    def give_back(self, stream: Stream) -> None:
+        self.given_back.append(stream)
+
+
 class Current:
     """The stream that was entered last."""
 
@@ -106,13 +117,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def make_link(
-    words: Tensor,
-    wire: deque[Tensor],
-    is_sender: bool,
-    step: int,
-    given_back: list[object] | None = None,
-) -> NcclLink:
+def make_link(words: Tensor, wire: deque[Tensor], is_sender: bool, step: int) -> NcclLink:
     core = SimpleNamespace(
         Communicator=lambda: Communicator(wire),
         NCCLConfig=lambda **options: options,
@@ -123,9 +128,8 @@ def make_link(
         result=Result,
         device=torch.device("cpu"),
         words=words,
-        streams=SimpleNamespace(
-            take=Stream, give_back=([] if given_back is None else given_back).append
-        ),
+        wire_streams=Streams(),
+        copy_streams=Streams(),
     )
     return NcclLink(device, "c0", is_sender, b"x" * 128, step)
 
@@ -205,20 +209,21 @@ def test_no_event_is_destroyed_before_the_abort() -> None:
 
 
 def test_streams_are_given_back_once_they_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_back: list[object] = []
     queries: list[bool] = []
 
     def query(_: Stream) -> bool:
-        assert not given_back, "a stream that is not idle was given back"
+        assert not wires.given_back + copies.given_back, "a stream that is not idle was given back"
         queries.append(len(queries) > 4)
         return queries[-1]
 
     monkeypatch.setattr(Stream, "query", query)
-    link = make_link(torch.zeros(4, 8, dtype=torch.int32), deque(), True, 2, given_back)
+    link = make_link(torch.zeros(4, 8, dtype=torch.int32), deque(), True, 2)
+    wires: Any = link._device.wire_streams
+    copies: Any = link._device.copy_streams
     drain(link.open())
 
     link.abort()
 
-    # The next connection takes the last one first, for the same use.
-    assert given_back == [link._copy, link._wire]
+    # Each for the same use: torch keeps the memory of slabs for streams of wires.
+    assert (wires.given_back, copies.given_back) == ([link._wire], [link._copy])
     assert queries.count(True) == 2
