@@ -8,6 +8,7 @@ kept, or it names another incarnation, it gets a snapshot and forgets its earlie
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,8 @@ class EventLog:
         oldest = self._batches[0].sequence if self._batches else self._sequence + 1
         if incarnation != self.incarnation or not oldest - 1 <= sequence <= self._sequence:
             return [self.snapshot()]
-        return [batch for batch in self._batches if batch.sequence > sequence]
+        later = islice(reversed(self._batches), self._sequence - sequence)
+        return list(later)[::-1]
 
     def snapshot(self) -> EventBatch:
         """Return the whole cache as of the last batch."""

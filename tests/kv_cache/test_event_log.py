@@ -86,6 +86,17 @@ def test_a_gap_that_is_too_old_gets_a_snapshot() -> None:
     assert len(batch.stored) == 6
 
 
+def test_an_update_looks_at_no_batch_that_the_subscriber_has() -> None:
+    """The log may keep tens of thousands, and each change is an update for each router."""
+    log = EventLog(7)
+    for name in range(5):
+        log.append(stored(name))
+    log._batches[1] = log._batches[2] = None  # type: ignore[call-overload]
+
+    assert [batch.sequence for batch in log.batches_after(7, 3)] == [4, 5]
+    assert log.batches_after(7, 5) == []
+
+
 def test_a_batch_larger_than_the_log_is_sent_as_a_snapshot() -> None:
     log = EventLog(7, max_hashes=3)
     log.append(stored(1, 2, 3, 4))
