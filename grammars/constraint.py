@@ -87,6 +87,8 @@ def _of_regex(expression: str) -> str:
 
     if not expression:
         raise InvalidConstraint("an empty expression", "at least one character")
+    if (len(expression) - len(expression.rstrip("\\"))) % 2:  # the converter would drop it
+        raise InvalidConstraint("an expression that ends with a backslash", "whole escapes")
     # \d, \w and \s match ASCII only, on which all dialects agree.
     return f"{_OPTIONS}start: /{regex_to_lark(expression, use_ascii='dws')}/"
 

@@ -255,6 +255,8 @@ HOSTILE = {
     "look-ahead": (regex("(?=a)b"), "look-around"),
     "back-reference": (regex(r"(a)\1"), "backreferences"),
     "unclosed": (regex("(a"), "unclosed group"),
+    "half-an-escape": (regex("ab\\"), "ends with a backslash"),
+    "three-backslashes": (regex("ab" + 3 * "\\"), "ends with a backslash"),
     "nothing": (regex(""), "empty"),
     "no-text": (regex(r"[^\s\S]"), "no token can follow"),
     "nested-groups": (regex("(" * 5000 + "a" + ")" * 5000), "nest"),
