@@ -10,6 +10,7 @@ import time
 from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import Any, TypeVar
 
 from kv_transfer.errors import ConnectionBroken
@@ -121,6 +122,8 @@ class PollingThread:
             operation.result.set_result(stop.value)
         except Exception as error:
             self._operations.remove(operation)
+            # Else whoever keeps the error keeps the memory of the device that the operation used.
+            clear_frames(error.__traceback__)
             operation.result.set_exception(error)
 
 

@@ -1,6 +1,7 @@
 """The thread that polls answers every command, also those that come after its end."""
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -61,3 +62,22 @@ def test_what_comes_while_the_thread_ends_is_answered(thread: PollingThread) -> 
         operation.result(TIMEOUT_S)
     dropped.result(TIMEOUT_S)
     closing.join(TIMEOUT_S)
+
+
+class _Slab:
+    """Stands for memory of the device."""
+
+
+def test_an_error_keeps_nothing_of_its_operation_alive(thread: PollingThread) -> None:
+    slabs: list[weakref.ref[_Slab]] = []
+
+    def failing() -> Steps[None]:
+        slab = _Slab()
+        slabs.append(weakref.ref(slab))
+        yield
+        raise ConnectionBroken("the peer is gone")
+
+    error = thread.submit("owner", failing()).exception(TIMEOUT_S)
+
+    assert isinstance(error, ConnectionBroken)
+    assert slabs[0]() is None
