@@ -92,7 +92,7 @@ class TorchPageStorage:
         writable = np.require(contents, requirements=["C", "W", "A"])
         words = torch.from_numpy(writable.view(np.int32)).to(self.device)
         self.words.index_copy_(0, self._index(page_ids), words)
-        self._synchronize()
+        self.synchronize()
 
     def digest_pages(self, page_ids: Sequence[int]) -> list[bytes]:
         """Return the 16-byte digest of each page, in the order given.
@@ -113,6 +113,11 @@ class TorchPageStorage:
         if copies:
             self._copy_kernel(self.words, copies)
 
+    def synchronize(self) -> None:
+        """Return when all work on the current stream has ended; CPUs have none that has not."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def _index(self, page_ids: Sequence[int]) -> Tensor:
         """Return ids on the device; waits for it."""
         self._check_ids(page_ids)
@@ -128,10 +133,6 @@ class TorchPageStorage:
         if self._digest_stream is None:  # torch.cuda.stream(None) would initialize CUDA
             return nullcontext()
         return torch.cuda.stream(self._digest_stream)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
 
 
 def digest_multipliers(page_words: int) -> Tensor:

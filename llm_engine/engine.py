@@ -99,9 +99,15 @@ class Engine:
         assert len(self._launched) < self.max_launched, "read comes before another launch"
         self._check(step)
         with torch.inference_mode(), self._on_device():
-            self._storage.copy_pages(step.copies)
             self._decoder.take_reads()  # of a launch that failed
-            read = self._runner.launch(step)
+            try:
+                self._storage.copy_pages(step.copies)
+                read = self._runner.launch(step)
+            except BaseException:
+                # What was launched until then writes pages. A transfer may get them next, which
+                # does not come behind it.
+                self._storage.synchronize()
+                raise
         self._launched.append((read, self._decoder.take_reads()))
 
     def read(self) -> StepResult:

@@ -44,7 +44,8 @@ class EngineLike(Protocol):
     def launch(self, step: EngineStep) -> None:
         """Begin a step; if it runs asynchronously, return before it ends.
 
-        A step that raises has no result, and its computed values are meaningless.
+        A step that raises has no result, and its computed values are meaningless; nothing of it
+        runs any more.
         """
         ...
 

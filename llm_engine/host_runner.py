@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from kv_cache.torch_storage import TorchPageStorage
 from llm_engine.engine import ReadResult
 from llm_engine.engine_step import EngineStep, StepResult
@@ -34,7 +32,7 @@ class HostRunner:
     def launch(self, step: EngineStep) -> ReadResult:
         self._seats.change(step)
         slices = [*self._seats.slices(step.decodes, step.allowed), *step.slices]
-        drawn = self._run(slices) if slices else []
+        drawn = self._run(slices)
         num_decodes = len(step.decodes)
         decodes = [tokens[0] if tokens else None for tokens in drawn[:num_decodes]]
         self._seats.take(step.decodes, decodes)
@@ -42,9 +40,8 @@ class HostRunner:
         return lambda: result
 
     def _run(self, slices: Sequence[SequenceSlice]) -> list[Drawn]:
-        logits_RV = run_slices(self._storage, self._decoder, slices)
+        logits_RV = run_slices(self._storage, self._decoder, slices) if slices else None
         read = list if logits_RV is None else self._sampler.launch(logits_RV, draws_of(slices))
-        if self._storage.device.type == "cuda":
-            # Then the tokens are on the host, and the pages are final.
-            torch.cuda.current_stream(self._storage.device).synchronize()
+        # Then the tokens are on the host, and the pages are final, those too that were only copied.
+        self._storage.synchronize()
         return drawn_after(slices, read())

@@ -13,10 +13,10 @@ from llm_engine.device_runner import DeviceRunner
 from llm_engine.engine import Engine
 from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.errors import InvalidLogits, NotEnoughMemory
-from llm_engine.load_engine import load_engine
+from llm_engine.load_engine import AttentionName, load_engine
 from llm_engine.load_progress import LoadProgress
 from llm_engine.memory_plan import MemoryPlan
-from llm_engine.sampling import SamplingParams, SequenceSlice
+from llm_engine.sampling import Draw, SamplingParams, SequenceSlice
 from tests.llm_engine.driver import chunked_logits, generate, make_sequences, run
 from tests.support.checkpoints import write_checkpoint
 from worker.executor import ThreadExecutor
@@ -189,6 +189,67 @@ def test_impossible_slices_are_refused_before_anything_is_written(engine: Engine
 
     assert torch.equal(engine.storage.pages, before)
     assert engine.forward([]) == []
+
+
+def test_a_launch_that_fails_waits_for_what_it_has_launched(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages may then be given to a transfer, which does not come behind the launch."""
+    happened = []
+
+    def launch(step: EngineStep) -> None:
+        happened.append("launched")
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(engine._runner, "launch", launch)
+    monkeypatch.setattr(engine.storage, "synchronize", lambda: happened.append("waited"))
+
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        engine.launch(EngineStep(slices=(prompt_slice([1, 2, 3], [0]),)))
+
+    assert happened == ["launched", "waited"]
+
+
+def test_a_step_that_only_copies_pages_has_ended_once_it_is_read(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = []
+    monkeypatch.setattr(engine.storage, "copy_pages", lambda copies: happened.append("copied"))
+    monkeypatch.setattr(engine.storage, "synchronize", lambda: happened.append("waited"))
+
+    engine.launch(EngineStep(copies=((0, 1),)))
+    engine.read()
+
+    assert happened == ["copied", "waited"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["triton", "torch"])
+def test_nothing_runs_on_a_gpu_after_a_step_that_failed_or_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: AttentionName
+) -> None:
+    write_checkpoint(tmp_path, "llama", head_dim=64)
+    engine = load_engine(tmp_path, page_size=16, num_pages=16, device="cuda", attention=attention)
+    prompt = EngineStep(slices=(prompt_slice([1, 2, 3], [0]),))
+    engine.launch(prompt)
+    engine.read()
+    stream = torch.cuda.current_stream()
+
+    torch.cuda._sleep(500_000_000)  # cycles: a quarter of a second
+    engine.launch(EngineStep(copies=((0, 1),)))
+    engine.read()
+    assert stream.query(), "a copy still runs"
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(engine.decoder, "logits", fail)
+    torch.cuda._sleep(500_000_000)
+    draw = Draw(params=PARAMS, seed=0, position=3, prompt_token_ids=[1, 2, 3], output_token_ids=[])
+    drawn = replace(prompt.slices[0], draws=(draw,))
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        engine.launch(EngineStep(slices=(drawn,)))
+    assert stream.query(), "the pass still writes its pages"
 
 
 def test_the_engine_runs_in_its_thread_after_a_warm_up(engine: Engine) -> None:
