@@ -43,15 +43,23 @@ class CudaGraphRecorder:
         with torch.cuda.stream(self._stream):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
-                result = work()
-            finally:
-                self._end(graph)
+                result = self._captured(graph, work)
+            except BaseException:
+                # torch takes no further recording into a pool of which it has given up the only one
+                self._pool = torch.cuda.graph_pool_handle()
+                raise
 
         def repeat() -> Result:
             graph.replay()
             return result
 
         return repeat
+
+    def _captured(self, graph: torch.cuda.CUDAGraph, work: Callable[[], Result]) -> Result:
+        try:
+            return work()
+        finally:
+            self._end(graph)
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
@@ -64,7 +72,6 @@ class CudaGraphRecorder:
                 device = torch.cuda.current_device()
                 torch._C._cuda_endAllocateToPool(device, self._pool)
                 torch._C._cuda_releasePool(device, self._pool)
-                self._pool = torch.cuda.graph_pool_handle()
                 self._refused.append(graph)  # the allocator of pinned memory still has its address
             raise
 

@@ -3,6 +3,7 @@
 Meanwhile sequences have seats and tokens in pages, page 0 among them.
 """
 
+import contextlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from llm_engine.engine import Engine
 from llm_engine.engine_step import StepResult
 from llm_engine.host_runner import HostRunner
 from llm_engine.load_engine import load_engine
+from llm_engine.recordings import CudaGraphRecorder
 from llm_engine.sampling import SamplingParams
 from tests.llm_engine.driver import (
     DrivenSequence,
@@ -258,6 +260,27 @@ def test_another_thread_than_the_one_that_loads_an_engine_records_between_steps_
     for each in found:
         assert_equal(each, expected)
         assert [len(tokens) for tokens, _ in each] == [len(tokens) for tokens, _ in expected]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_first_recording_that_fails_costs_later_ones_nothing_on_a_gpu() -> None:
+    """The largest is the first, and the likeliest to find too little memory."""
+    record = CudaGraphRecorder()
+    ones = torch.ones(4, device="cuda")
+    assert (ones + 1).tolist() == [2.0] * 4
+
+    def fail() -> Tensor:
+        made = ones + 1
+        raise torch.OutOfMemoryError(f"planted beside {made.shape}")
+
+    with contextlib.suppress(torch.OutOfMemoryError):  # it keeps no frame, and so no graph, alive
+        record(fail)
+    repeat = record(lambda: ones + 1)
+    again = record(lambda: ones + 2)
+
+    assert repeat().tolist() == [2.0] * 4
+    assert again().tolist() == [3.0] * 4
 
 
 @pytest.mark.gpu
