@@ -9,6 +9,7 @@ from decode_worker.config import DecodeConfig
 from decode_worker.request import Request, TokenDelta
 from decode_worker.scheduler import Scheduler
 from decode_worker.step_plan import StepPlan
+from kv_cache.errors import OutOfPages
 from kv_cache.prefix_cache import PrefixCache
 from llm_engine.engine import Engine
 from llm_engine.sampling import SamplingParams, SequenceSlice
@@ -146,8 +147,12 @@ class Serving:
         return asking.result()
 
     @contextmanager
-    def _probe(self) -> Iterator[SequenceSlice]:
-        pages = self.cache.reserve([0], incoming=False)
+    def _probe(self) -> Iterator[SequenceSlice | None]:
+        try:
+            pages = self.cache.reserve([0], incoming=False)
+        except OutOfPages:
+            yield None
+            return
         try:
             yield SequenceSlice(
                 token_ids=[0], start=0, page_ids=pages.page_ids, num_prompt_tokens=1

@@ -381,7 +381,7 @@ class OwnMemory(CudaMemory):
 
 class OwnPages(CudaPeerPages):
     def close(self) -> None:
-        self._memory.runtime.cudaStreamDestroy(self._owned_stream)
+        self._memory.streams.give_back(self._stream)
 
 
 @asynccontextmanager
