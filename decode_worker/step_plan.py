@@ -90,7 +90,7 @@ class StepPlan:
         """Return what the engine does; it refers to no list that the scheduler changes later.
 
         Args:
-            is_again: A step failed before, so every seat starts afresh.
+            is_again: A step may have failed since, so every seat starts afresh.
         """
         forks = tuple((each.source, each.target) for each in self.copies)
         return EngineStep(

@@ -96,7 +96,7 @@ class StepPlan(Protocol):
         """Return what the engine does; it stays as it is until the step is settled.
 
         Args:
-            is_again: A step failed before, so the engine's seats are invalid.
+            is_again: A step may have failed since it was planned, so seats are invalid.
         """
         ...
 
@@ -264,19 +264,21 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
 
     async def _begin(self, plan: PlanT) -> None:
         """Launch a plan, and settle the plans that must be settled before the next is made."""
-        if plan.is_alone:
+        is_alone = plan.is_alone
+        if is_alone:
             await self._settle_down_to(0)
         self._unsettled.append(plan)
         try:
             await self._launch(
-                plan.engine_step(self._eos_token_ids, is_again=False),
+                # Since an alone one was planned, older ones may have begun its seats anew.
+                plan.engine_step(self._eos_token_ids, is_again=is_alone),
                 is_ahead=len(self._unsettled) > 1,
             )
         except Exception as error:
             await self._settle_down_to(1)
             if self._unsettled:  # else an older plan failed too, and this one was computed again
                 await self._recover(error)
-        most = 0 if plan.is_alone else self._executor.engine.max_launched - 1
+        most = 0 if is_alone else self._executor.engine.max_launched - 1
         await self._settle_down_to(most)
 
     async def _settle_down_to(self, num_plans: int) -> None:

@@ -61,7 +61,7 @@ class Receiving(Serving):
         assert group.pages is not None
         storage = self.executor.engine.storage
         self.received = list(group.pages.page_ids)
-        storage.words[self.received] = 7  # type: ignore[attr-defined]
+        storage.words[self.received] = 7
         self.scheduler.receive_committed(group, len(self.received))
         num_tokens = len(group.tokens)
         self.progressed(

@@ -90,6 +90,7 @@ class World:
         self.planned_for: set[Request] = set()
         self.launched: deque[tuple[Any, ...]] = deque()
         self.num_ahead = 0  # steps launched behind another
+        self.num_again = 0  # steps that start their seats afresh
         self.failing_launches: set[str] = set()  # launches with one of these fail, once
         self.alone: set[str] = set()
         self.left = [Request(f"r{index}") for index in range(num_requests)]
@@ -165,6 +166,7 @@ class World:
         assert len(self.launched) < self.max_launched
         names = step.slices
         self.passes.append([each for each in names if each != AGAIN])  # type: ignore[misc]
+        self.num_again += AGAIN in names
         if self.failing_launches & set(names):  # type: ignore[arg-type]
             self.failing_launches = set()
             raise self.error
@@ -262,6 +264,17 @@ def test_steps_that_are_to_run_alone_have_no_other_beside_them() -> None:
     assert world.done == ["r0", "r1", "r2"]
     assert world.num_ahead == 0
     assert (world.loop.num_steps, world.loop.num_steps_alone) == (3, 1)
+
+
+def test_a_step_alone_relies_on_no_seat_of_an_older_one_that_failed_after_it_was_planned() -> None:
+    world = World(2, most=1, max_launched=2)
+    world.alone = {"r1"}
+    world.bad = {"r0"}
+    run(world)
+
+    assert world.passes == [["r0"], ["probe"], ["r1"]]
+    assert world.done == ["r1"]
+    assert world.num_again == 1
 
 
 def test_a_step_alone_that_fails_does_not_count() -> None:
