@@ -1,16 +1,19 @@
-"""A launch that fails half-way on a late device, whose pages a transfer gets next."""
+"""Steps that fail: what a late device still writes then, and what the engine knows of pages."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from decode_worker.request import PrefillGroup
+from decode_worker.request import PrefillGroup, Request
 from decode_worker.step_plan import StepPlan
 from llm_engine.engine import Engine, ReadResult
-from llm_engine.engine_step import EngineStep
+from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.load_engine import load_engine
 from llm_engine.sampling import SampledToken, SamplingParams
 from tests.decode_worker.serving import Serving, request_of
@@ -102,3 +105,64 @@ def test_pages_of_a_launch_that_failed_are_received_into_only_when_it_writes_no_
     assert device.num_written == NUM_PAGES
     assert len(serving.received) == 2
     assert bool((engine.storage.words[serving.received] == 7).all()), "written after it arrived"
+
+
+class FailingOnce(Engine):
+    """Fails the first step with two rows, behind which its younger request is to run alone.
+
+    Attributes:
+        suspect: The younger request; a remote prefill for another choice of it fails just then.
+    """
+
+    suspect: Request | None = None  # None: nothing fails
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.num_rows: deque[int] = deque()  # of steps that are not read
+
+    def launch(self, step: EngineStep) -> None:
+        super().launch(step)
+        self.num_rows.append(len(step.decodes))
+
+    def read(self) -> StepResult:
+        result = super().read()
+        num_rows = self.num_rows.popleft()
+        if self.suspect is not None and num_rows == 2:
+            self.suspect = None
+            raise RuntimeError("planted")
+        if self.suspect is not None and 2 in self.num_rows:
+            self.suspect.num_failed_passes = 1
+        return result
+
+
+@pytest.mark.parametrize("num_tokens", [PAGE_SIZE - 1, PAGE_SIZE])
+def test_a_step_alone_behind_one_that_fails_tells_the_engine_of_each_page_once(
+    tmp_path: Path, num_tokens: int
+) -> None:
+    """It may have a new page, since it was planned before the other one failed."""
+    write_checkpoint(tmp_path, "llama")
+    engine = load_engine(tmp_path, page_size=PAGE_SIZE, num_pages=40, device="cpu")
+    engine._runner.max_launched = 2
+    failing = FailingOnce(engine.config, engine.storage, engine.decoder, engine._runner)
+
+    def answer(*, fails: bool) -> list[list[int]]:
+        serving = Serving(failing)
+        older = request_of(list(range(1, 10)), replace(PARAMS, max_tokens=60))
+        younger = request_of(list(range(20, 20 + num_tokens)), replace(PARAMS, max_tokens=40))
+        failing.suspect = younger if fails else None
+
+        async def scenario() -> list[list[int]]:
+            first = asyncio.create_task(serving.ask(older))
+            await asyncio.sleep(0)  # it is submitted
+            while len(older.choices[0].output) < 4:
+                await asyncio.sleep(0.001)
+            tokens = await serving.ask(younger)
+            await first
+            return tokens
+
+        return serving.run(scenario())
+
+    expected = answer(fails=False)
+
+    assert answer(fails=True) == expected
+    assert failing.suspect is None, "nothing has failed"
