@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import kv_transfer.receiver_protocol
 import kv_transfer.sender_protocol
 from kv_cache.prefix_cache import PrefixCache
 from kv_cache.radix_tree import RadixTree, TreePage
