@@ -65,6 +65,16 @@ def check_different(name: str, tensor: Tensor) -> None:
         raise PageTableError(f"{name} has page {pages[counts > 1][0]} twice, must be different")
 
 
+def check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Check that no page is both written and read, which would leave a mixture."""
+    values, others = on_host(tensor), on_host(other)
+    if values is None or others is None:
+        return
+    common = np.intersect1d(values, others)
+    if len(common):
+        raise PageTableError(f"{name} has page {common[0]}, as has {other_name}, must be different")
+
+
 def check_append(
     append_page: Tensor, append_offset: Tensor, positions: Tensor, *, pages: Tensor, cos: Tensor
 ) -> None:

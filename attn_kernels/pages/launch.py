@@ -9,8 +9,8 @@ import triton
 from torch import Tensor
 
 from attn_kernels.checks import check_launchable, check_own_memory, check_staging, check_tensor
-from attn_kernels.debug_checks import check_different, check_values, debug
-from attn_kernels.errors import ShapeError
+from attn_kernels.debug_checks import check_apart, check_different, check_values, debug
+from attn_kernels.errors import DeviceError, ShapeError
 from attn_kernels.pages.bodies import copy_pages_kernel
 
 WORD_BYTES = 4
@@ -54,6 +54,8 @@ def copy_pages(pages: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
 
 def copy_between(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:
     """Copy pages by id into pages of another pool on the same device, as `copy_pages` does."""
+    if target.device != source.device:
+        raise DeviceError(f"target is on {target.device}, must be on {source.device}")
     check_own_memory("target", target, "source", source)
     _copy(source, source_ids, target, target_ids)
 
@@ -106,6 +108,8 @@ def _copy(
                 check_values(f"{name}_ids", ids, words.shape[0])
         if target_ids is not None:
             check_different("target_ids", target_ids)
+            if source is target and source_ids is not None:
+                check_apart("target_ids", target_ids, "source_ids", source_ids)
     num_words = sources.shape[1]
     block = min(BLOCK, triton.next_power_of_2(num_words))
     copy_pages_kernel[(num_copies * triton.cdiv(num_words, block),)](

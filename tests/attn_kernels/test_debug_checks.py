@@ -167,6 +167,11 @@ REFUSED: list[tuple[Callable[[], None], type[KernelInputError], str]] = [
         PageTableError,
         "source_ids has -2 at index 0, must be 0 to 3",
     ),
+    (
+        lambda: copy_pages(PAGES, ids(0, 2), ids(3, 0)),
+        PageTableError,
+        "target_ids has page 0, as has source_ids, must be different",
+    ),
     (lambda: digest(ids(0, 4)), PageTableError, "page_ids has 4 at index 1, must be 0 to 3"),
     (
         lambda: sample(ints(2, -1), ints(0, 0)),

@@ -158,6 +158,15 @@ def test_staging_on_the_host_must_be_pinned_and_ids_lie_with_the_pool(
     assert len(launches) == 2
 
 
+def test_pools_on_different_devices_are_refused(launches: list[object]):
+    here, there = torch.zeros(4, 8), torch.zeros(4, 8, device="meta")
+    ids = torch.tensor([0, 1])
+
+    with pytest.raises(DeviceError, match="target is on meta, must be on cpu"):
+        copy_between(here, ids, there, ids.to("meta"))
+    assert not launches
+
+
 @pytest.mark.parametrize("page_words", [1, 100, 2048, 5000])
 def test_digest_equals_the_storage_s_own(device: str, page_words: int):
     words = random_pages(device, 20, page_words)
