@@ -6,10 +6,12 @@ from torch import Tensor
 
 from attn_kernels.checks import check_launchable, check_tensor
 from attn_kernels.debug_checks import check_values, debug
+from attn_kernels.errors import ShapeError
 from attn_kernels.pages.bodies import digest_pages_kernel
 
 BLOCK = 2048  # words of a program
 PAGES_PER_PROGRAM = 16
+MAX_DIGESTS = 65_535 * PAGES_PER_PROGRAM  # of a grid's second dimension
 
 
 def digest_pages(words: Tensor, page_ids: Tensor, multipliers: Tensor) -> Tensor:
@@ -17,7 +19,7 @@ def digest_pages(words: Tensor, page_ids: Tensor, multipliers: Tensor) -> Tensor
 
     Args:
         words: Pages as 32-bit words, [num_pages, page_words], int32, contiguous.
-        page_ids: [n], int64.
+        page_ids: [n], int64, at most MAX_DIGESTS.
         multipliers: [2, page_words], int64; equal multipliers give equal digests on any device.
 
     Returns:
@@ -34,6 +36,8 @@ def digest_pages(words: Tensor, page_ids: Tensor, multipliers: Tensor) -> Tensor
     if debug.is_on:
         check_values("page_ids", page_ids, words.shape[0])
     num_digests = page_ids.shape[0]
+    if num_digests > MAX_DIGESTS:
+        raise ShapeError(f"page_ids has {num_digests} entries, must have at most {MAX_DIGESTS}")
     lanes = torch.zeros((num_digests, 2), dtype=torch.int64, device=device)
     if num_digests:
         grid = (triton.cdiv(page_words, BLOCK), triton.cdiv(num_digests, PAGES_PER_PROGRAM))

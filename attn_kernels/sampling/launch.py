@@ -36,7 +36,7 @@ from torch import Tensor
 from attn_kernels.chain import chained
 from attn_kernels.checks import check_int, check_launchable, check_tensor
 from attn_kernels.debug_checks import check_edits, check_values, debug
-from attn_kernels.errors import CapacityError, DtypeError, ShapeError
+from attn_kernels.errors import CapacityError, DtypeError, ShapeError, StrideError
 from attn_kernels.sampling.bodies import NUM_FIELDS, choose_kernel, group_max_kernel
 from attn_kernels.sampling.bodies_bins import (
     choose_window_kernel,
@@ -143,7 +143,7 @@ class TokenSampler:
 
         Args:
             logits: [num_rows, vocab_size], float32, bfloat16 or float16, rows of any stride.
-                With edits float32; edited while the kernels run and the same afterwards.
+                With edits float32, rows apart; edited while the kernels run, the same afterwards.
             params: How each row is sampled.
             mask: Bitmaps of the tokens that may be drawn, [num_rows, cdiv(vocab_size, 32)], int32:
                 bit i of word j is token 32 j + i. None allows all.
@@ -421,6 +421,11 @@ class TokenSampler:
             raise DtypeError(f"edits is {edits!r}, must be LogitEdits or None")
         if logits.dtype != torch.float32:
             raise DtypeError(f"logits are {logits.dtype}, must be torch.float32 to be edited")
+        if logits.shape[0] > 1 and logits.stride(0) < self._vocab_size:
+            raise StrideError(
+                f"logits has stride {logits.stride(0)} from row to row, must be at least "
+                f"{self._vocab_size} to be edited"
+            )
         self._check("edits.rows", edits.rows, (None,), torch.int32)
         num_entries = edits.rows.shape[0]
         self._check("edits.tokens", edits.tokens, (num_entries,), torch.int32)

@@ -167,6 +167,17 @@ def test_pools_on_different_devices_are_refused(launches: list[object]):
     assert not launches
 
 
+def test_more_digests_than_a_grid_holds_are_refused(launches: list[object]):
+    words, multipliers = torch.zeros(1, 1, dtype=torch.int32), digest_multipliers(1)
+    ids = torch.zeros(65_535 * 16 + 1, dtype=torch.int64)
+
+    with pytest.raises(ShapeError, match="page_ids has 1048561 entries, must have at most 1048560"):
+        digest_pages(words, ids, multipliers)
+    assert not launches
+    digest_pages(words, ids[:-1], multipliers)
+    assert len(launches) == 1
+
+
 @pytest.mark.parametrize("page_words", [1, 100, 2048, 5000])
 def test_digest_equals_the_storage_s_own(device: str, page_words: int):
     words = random_pages(device, 20, page_words)

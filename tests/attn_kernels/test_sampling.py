@@ -343,6 +343,18 @@ class TestBadInput:
         with pytest.raises(DtypeError, match=r"num_top is 2\.5, must be an int"):
             sampler.logprobs(logits, int32[:2], 2.5)
 
+    def test_rows_that_share_memory_are_not_edited(self):
+        """An edit of one would hold for the other, too."""
+        sampler = TokenSampler(vocab_size=4, max_rows=2, device="cpu")
+        row = torch.zeros(1, dtype=torch.int32)
+        edits = LogitEdits(
+            rows=row, tokens=row, repetition=torch.ones(1), subtract=torch.tensor([torch.inf])
+        )
+
+        for logits in (torch.zeros(1, 4).expand(2, 4), torch.zeros(7).as_strided((2, 4), (3, 1))):
+            with pytest.raises(StrideError, match="logits has stride"):
+                sampler.sample(logits, row_params([Row(temperature=0)] * 2, "cpu"), edits=edits)
+
     @pytest.mark.parametrize("sizes", [{"vocab_size": 0, "max_rows": 1}, {"vocab_size": 2**20 + 1}])
     def test_sizes(self, sizes: dict[str, int]):
         with pytest.raises(ShapeError, match="vocab_size is"):
