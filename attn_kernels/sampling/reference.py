@@ -64,10 +64,11 @@ class TokenSampler:
         lse = _log_sum_exp(logits)
         count = min(num_top, self.vocab_size)
         best = _most_probable(logits, count)
+        values = logits.gather(1, best)
         top_tokens = tokens.new_full((len(logits), num_top), -1)
-        top_tokens[:, :count] = best
+        top_tokens[:, :count] = best.masked_fill(values == -torch.inf, -1)
         top = logits.new_full((len(logits), num_top), -torch.inf)
-        top[:, :count] = logits.gather(1, best) - lse
+        top[:, :count] = values - lse
         own = logits.gather(1, tokens.clamp(min=0).long().unsqueeze(1))
         chosen = (own - lse).float().squeeze(1).masked_fill(tokens < 0, torch.nan)
         return Logprobs(chosen=chosen, top=top, top_tokens=top_tokens)

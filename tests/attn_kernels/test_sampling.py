@@ -7,6 +7,7 @@ import triton.language as tl
 
 from attn_kernels.errors import CapacityError, DeviceError, DtypeError, ShapeError, StrideError
 from attn_kernels.sampling import bodies_gumbel as kernels
+from attn_kernels.sampling import reference
 from attn_kernels.sampling.launch import SamplingShape, TokenSampler
 from attn_kernels.sampling.reference_gumbel import draw_bases, gumbel_noise, random_bits
 from attn_kernels.sampling.rows import LogitEdits
@@ -260,6 +261,19 @@ def test_logprobs_are_of_the_plain_logits_with_ties_by_lowest_id(device: str):
     own = expected[range(5), tokens[:5].long()]
     torch.testing.assert_close(found.chosen[:5].cpu().double(), own, atol=2e-6, rtol=1e-6)
     assert found.chosen[5].isnan()
+
+
+@pytest.mark.parametrize("kind", [TokenSampler, reference.TokenSampler])
+def test_tokens_of_no_probability_are_not_among_the_most_probable(
+    device: str, kind: type[TokenSampler] | type[reference.TokenSampler]
+):
+    logits = torch.tensor([[-torch.inf, 2.0, -torch.inf, 2.0], [-torch.inf] * 4], device=device)
+    tokens = torch.tensor([3, -1], dtype=torch.int32, device=device)
+
+    found = kind(vocab_size=4, max_rows=2, device=device).logprobs(logits, tokens, 5)
+
+    assert found.top_tokens.tolist() == [[1, 3, -1, -1, -1], [-1] * 5]
+    assert found.top[0, 2:].tolist() == [-torch.inf] * 3
 
 
 @pytest.mark.parametrize(
