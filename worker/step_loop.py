@@ -266,7 +266,11 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         """Launch a plan, and settle the plans that must be settled before the next is made."""
         is_alone = plan.is_alone
         if is_alone:
-            await self._settle_down_to(0)
+            try:
+                await self._settle_down_to(0)
+            except BaseException:
+                self._scheduler.fail_step(plan)  # the loop ends: no other would give its pages back
+                raise
         self._unsettled.append(plan)
         try:
             await self._launch(

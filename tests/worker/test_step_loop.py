@@ -277,6 +277,43 @@ def test_a_step_alone_relies_on_no_seat_of_an_older_one_that_failed_after_it_was
     assert world.num_again == 1
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_loop_that_ends_keeps_no_pages_for_a_step_alone_that_it_did_not_launch(
+    is_lost: bool,
+) -> None:
+    async def scenario() -> World:
+        world = World(2, most=1, max_launched=2)
+        world.alone = {"r1"}
+        world.bad = {"r0"}
+        world.error = AcceleratorError("injected")
+        is_read = asyncio.Event()
+        read = world.read
+
+        async def hold() -> StepResult:
+            is_read.set()
+            await asyncio.sleep(0 if is_lost else 1000)
+            return await read()
+
+        world.read = hold  # type: ignore[method-assign]
+        stepping = asyncio.create_task(world.loop.run())
+        await is_read.wait()
+        assert len(world.planned_for) == 2
+        if not is_lost:
+            world.read = read  # type: ignore[method-assign]
+            stepping.cancel()
+        await asyncio.wait({stepping})
+        if is_lost:
+            with pytest.raises(EngineLost):
+                stepping.result()
+        return world
+
+    world = asyncio.run(scenario())
+
+    assert world.passes == [["r0"]]
+    assert list(world.failures) == ["r0"] * is_lost, "a pass that was not launched"
+    assert world.left == [], "a plan was neither settled nor failed"
+
+
 def test_a_step_alone_that_fails_does_not_count() -> None:
     world = World(3, most=1, max_launched=2)
     world.alone = world.bad = {"r1"}
