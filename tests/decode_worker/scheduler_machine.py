@@ -1,14 +1,18 @@
-"""A state machine that drives the decode scheduler with a fake engine and fake transfers.
+"""A state machine that drives decode scheduler and step loop; engine and transfers are fake.
 
 Every token is compared with the oracle, so a page that was shared, reused or overwritten wrongly
-shows; one that nobody holds is overwritten at once. Up to two steps are in flight: anything may
-happen between the launch of one and its end, when it reads and writes its pages. Transfers commit
+shows; one that nobody holds is overwritten at once. The step loop is the real one. Each of its
+calls of the engine waits until the machine lets it end, well or badly, and anything may happen
+meanwhile: so also while a plan is made and not launched, and between two failures. Transfers commit
 in pieces, fail, and write late into pages that are in quarantine.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from random import Random
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -18,12 +22,13 @@ from decode_worker.config import DecodeConfig
 from decode_worker.request import Choice, PrefillGroup, Request, TokenDelta
 from decode_worker.scheduler import Scheduler
 from decode_worker.step_plan import StepPlan
+from kv_cache.errors import OutOfPages
 from kv_cache.layout import num_pages_for
 from kv_cache.page_pool import PageState, Quarantined
 from kv_cache.prefix_cache import PrefixCache
 from llm_engine.drawing import next_draw
-from llm_engine.engine_step import StepResult
 from llm_engine.sampling import SamplingParams, SequenceSlice
+from tests.decode_worker.held_engine import AcceleratorError, HeldEngine, HeldExecutor
 from tests.support.fake_engine import (
     FakeEngine,
     FakeModel,
@@ -31,7 +36,11 @@ from tests.support.fake_engine import (
     fake_tokens,
     overwrite_free_pages,
 )
+from tests.support.virtual_time import VirtualLoop
+from worker.errors import EngineLost, WorkerError
 from worker.identity import ModelInfo, WorkerIdentity
+from worker.step_loop import StepLoop
+from worker.wake import Wake
 
 MODEL = FakeModel(vocab_size=50, eos_token_ids=(0,))
 PAGE_SIZE = 4
@@ -62,32 +71,19 @@ class Quarantine:
     steps_left: int = 3
 
 
-# Whether a step fails, and then those that compute its halves and what followed it.
-FAILURES = ((True,), (True, True), (True, False, True), (True,) * 6)
-MAYBE_FAILURES = st.sampled_from([()] * 16 + [*FAILURES])
-
-
-def pages_written_by(plan: StepPlan) -> set[int]:
-    """Return the pages that the engine writes between the launch of a step and its end."""
-    written = {copy.target for copy in plan.copies}
-    for choice in plan.decodes:
-        assert choice.pages is not None
-        # Its step is counted already.
-        written.add(choice.pages.page_ids[(choice.num_tokens + choice.num_unread - 2) // PAGE_SIZE])
-    for chunk in plan.chunks:
-        assert chunk.prompt.pages is not None
-        end = num_pages_for(chunk.start + chunk.num_tokens, PAGE_SIZE)
-        written.update(chunk.prompt.pages.page_ids[chunk.start // PAGE_SIZE : end])
-    return written
+# How a call of the engine ends.
+ENDS = ["well"] * 12 + ["badly"] * 2 + ["undrawn"]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     scheduler_class = Scheduler
+    loop_class: type[StepLoop[Any, Any, Any]] = StepLoop
     seen: ClassVar[Counter[str]] = Counter()  # what really happened, over all examples
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = FakeEngine(MODEL, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+        self.engine = HeldEngine(MODEL, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+        self.executor = HeldExecutor(self.engine)
         self.cache = PrefixCache(
             num_pages=NUM_PAGES, page_size=PAGE_SIZE, fingerprint=MODEL.fingerprint
         )
@@ -113,12 +109,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.cancelled: set[tuple[Request, int]] = set()
         self.transfers: list[Transfer] = []
         self.quarantines: list[Quarantine] = []
-        self.plans: deque[StepPlan] = deque()  # launched, not settled
-        self.written: deque[set[int]] = deque()  # page ids that each of them writes
+        self.wake = Wake()
+        self.step_loop = self.loop_class(
+            scheduler=self.scheduler,
+            listener=self,
+            executor=self.executor,
+            eos_token_ids=MODEL.eos_token_ids,
+            before_step=self.before_step,
+            wake=self.wake,
+            make_probe=self.probe,
+            max_failed_passes=3,
+        )
+        self.waits_alone = False  # the newest plan is to run alone, and was made behind others
+        self.has_ended = False
+        self.events = VirtualLoop(limit_s=1e9)
+        self.stepping = self.events.create_task(self.step_loop.run())
 
     # What may happen, in any order.
 
-    @precondition(lambda self: len(self.requests) - len(self.finished) < 8)
+    @precondition(lambda self: not self.is_over and len(self.requests) - len(self.finished) < 8)
     @rule(
         prefix=st.sampled_from(PREFIXES),
         prefix_len=st.integers(0, 16),
@@ -128,6 +137,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_remote=st.sampled_from([True, True, True, False]),
         seed=st.integers(0, 3),
         num_emitted=st.integers(0, 2),
+        num_failed_passes=st.sampled_from([0, 0, 0, 1]),
+        is_arrival=st.booleans(),
     )
     def submit(
         self,
@@ -139,6 +150,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_remote: bool,
         seed: int,
         num_emitted: int,
+        num_failed_passes: int,
+        is_arrival: bool,
     ) -> None:
         prompt = (*prefix[:prefix_len], *rest)
         params = SamplingParams(seed=seed, max_tokens=max_tokens)
@@ -149,6 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             params=params,
             emitted={},
             candidates=CANDIDATES if is_remote else (),
+            num_failed_passes=num_failed_passes,
         )
         for choice in range(num_choices):
             whole = self.oracle(request, choice)
@@ -157,116 +171,178 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.outputs[request, choice] = list(request.emitted[choice])
         self.requests.append(request)
         self.scheduler.submit(request)
+        self.run_loop(is_arrival=is_arrival)
 
-    @precondition(lambda self: len(self.plans) < self.engine.max_launched)
-    @rule(fails=MAYBE_FAILURES)
-    def begin_step(self, fails: Sequence[bool] = ()) -> None:
-        plan = self.scheduler.next_step()
-        self.write_late()
+    @precondition(lambda self: self.executor.is_held)
+    @rule(ends=st.lists(st.sampled_from(ENDS), min_size=1, max_size=6), row=st.integers(0, 2))
+    def let_go(self, ends: Sequence[str], row: int) -> None:
+        """Let calls of the engine end, one after the other."""
+        for end in ends:
+            if not self.executor.is_held:
+                break
+            self.write_late()
+            self.seen[f"calls that end {end}"] += 1
+            self.seen["dropped steps"] += end == "badly" and self.engine.num_launched == 2
+            self.seen["steps ahead"] += self.engine.num_launched == 2
+            self.executor.let_go(
+                RuntimeError("planted") if end == "badly" else None,
+                undrawn=row if end == "undrawn" else None,
+            )
+            self.run_loop()
+
+    @precondition(lambda self: self.executor.is_held)
+    @rule(which=st.integers(0, 4), ends=st.lists(st.sampled_from(ENDS), max_size=3))
+    def fail_twice(self, which: int, ends: Sequence[str]) -> None:
+        """Fail a pass of a prefill worker for a running request, and a step behind which it waits.
+
+        From the first failure on the request computes alone, so its next plan is not launched until
+        the older steps are settled.
+        """
+        has_failed = False
+        for _ in range(12):
+            if self.waits_alone or not self.executor.is_held:
+                break
+            running = [each for each in self.requests if any(c.pages for c in each.choices)]
+            if running and self.engine.num_launched and not has_failed:
+                has_failed = True
+                running[which % len(running)].num_failed_passes = 1  # of a pass for another choice
+            self.let_go(["well"], 0)
+        if self.waits_alone:
+            self.seen["failed before a step alone"] += 1
+            self.let_go(["badly", *ends], 0)
+
+    @precondition(lambda self: self.executor.is_held)
+    @rule(loses=st.sampled_from(["nothing"] * 30 + ["the device", "the loop"]))
+    def end_loop(self, loses: str) -> None:
+        """Lose the device, or stop the loop as a worker does that ends."""
+        if loses == "nothing":
+            return
+        self.seen[f"lost {loses}"] += 1
+        if loses == "the device":
+            while not self.is_over:
+                self.executor.let_go(AcceleratorError("planted"))
+                self.run_loop()
+        else:
+            self.stepping.cancel()
+            self.run_loop()
+        assert self.is_over
+
+    @rule()
+    def wait(self) -> None:
+        """Let time pass, so that an idle loop asks after the device."""
+        self.run_loop(seconds=6.0)
+
+    # What the step loop asks for.
+
+    def planned(self, plan: StepPlan) -> None:
         self.check_plan(plan)
         for group in plan.receives:
             self.transfers.append(self.prefill(group))
-        may_wait = self.is_idle() or self.plans or self.transfers or self.quarantines
+        self.seen["steps alone"] += plan.is_alone
+        self.waits_alone = plan.is_alone and self.engine.num_launched > 0
+        may_wait = self.is_idle() or self.engine.num_launched or self.transfers or self.quarantines
         assert may_wait or not plan.is_empty, "work is there, but none is done"
-        if plan.is_empty:
+
+    def progressed(self, progress: Sequence[TokenDelta]) -> None:
+        self.take(progress)
+
+    def before_step(self) -> None:
+        running = [choice for each in self.requests for choice in each.choices if choice.pages]
+        self.seen["superfluous rows"] += sum(each.is_ended for each in running)
+
+    def failed(self, work: Request, error: WorkerError) -> None:
+        self.seen["failed requests"] += 1
+        if work not in self.finished:
+            self.forget(work)
+
+    @contextmanager
+    def probe(self) -> Iterator[SequenceSlice | None]:
+        try:
+            pages = self.cache.reserve([0], incoming=False)
+        except OutOfPages:
+            yield None
             return
-        if fails:
-            self.seen["failed launches"] += 1
-            while self.plans:
-                self.end_step()
-            self.recover([plan], fails)
-            return
-        self.seen["steps ahead"] += bool(self.plans and plan.decodes)
-        self.engine.launch(plan.engine_step(MODEL.eos_token_ids, is_again=False))
-        self.plans.append(plan)
-        self.written.append(pages_written_by(plan))
+        self.seen["probes"] += 1
+        try:
+            yield SequenceSlice(
+                token_ids=[0], start=0, page_ids=pages.page_ids, num_prompt_tokens=1
+            )
+        finally:
+            self.cache.release(pages)
 
-    @precondition(lambda self: len(self.plans) == 1)
-    @rule(num_steps=st.integers(1, 6))
-    def run_ahead(self, num_steps: int) -> None:
-        """Launch each step before the one before it is settled, as the step loop does."""
-        for _ in range(num_steps):
-            self.begin_step()
-            if self.plans:
-                self.end_step()
+    # How it runs.
 
-    @precondition(lambda self: self.plans)
-    @rule(fails=st.sampled_from(FAILURES))
-    def fail_under_another(self, fails: Sequence[bool]) -> None:
-        """Launch a step behind one that fails, unless there is one."""
-        if len(self.plans) < self.engine.max_launched:
-            self.begin_step()
-        self.fail_step(fails)
+    @property
+    def is_over(self) -> bool:
+        """Whether the loop has ended."""
+        return self.stepping.done()
 
-    @precondition(lambda self: self.plans)
-    @rule(undrawn=st.sampled_from([None] * 9 + [0, 1, 2]))
-    def end_step(self, undrawn: int | None = None) -> None:
-        self.written.popleft()
-        self.settle(self.plans.popleft(), undrawn)
+    def run_loop(self, *, is_arrival: bool = False, seconds: float = 0.0) -> None:
+        """Wake the loop, and run it until it waits for the engine or for something to do."""
+        self.events.run_until_complete(self._run_loop(is_arrival, seconds))
+        if self.executor.bug is not None:
+            raise self.executor.bug
+        if self.is_over and not self.has_ended:
+            self.has_ended = True
+            self.end_all()
 
-    @precondition(lambda self: self.plans)
-    @rule(fails=st.sampled_from(FAILURES))
-    def fail_step(self, fails: Sequence[bool]) -> None:
-        self.seen["failed steps"] += 1
-        self.seen["steps dropped"] += len(self.plans) - 1
-        plans = list(self.plans)
-        self.plans.clear()  # at once: what is wrong shows in a read, and must not show again
-        for _ in plans:
-            self.engine.read()  # so its seats mean nothing
-        self.recover(plans, fails)
-        self.written.clear()
+    def end_all(self) -> None:
+        """End all requests as a worker does whose loop has ended; nothing is held then."""
+        if not self.stepping.cancelled() and (error := self.stepping.exception()) is not None:
+            self.seen["lost engines"] += 1
+            if not isinstance(error, EngineLost):
+                raise error
+        for transfer in list(self.transfers):
+            self.fail_transfer(transfer, may_be_written=False)
+        for request in self.requests:
+            if request not in self.finished:
+                self.forget(request)
+        self.scheduler.free_ended()
 
-    def recover(self, plans: Iterable[StepPlan], fails: Sequence[bool]) -> None:
-        """Compute the first plan in halves, and those behind it again, as the step loop does.
+    async def _run_loop(self, is_arrival: bool, seconds: float) -> None:
+        if seconds:
+            await asyncio.sleep(seconds)
+        if is_arrival:
+            self.wake.set_by_arrival()
+        else:
+            self.wake.set()
+            await asyncio.sleep(0.002)  # which ends a burst
+        while not (self.executor.is_held or self.is_over or self._is_waiting()):
+            await asyncio.sleep(0)
 
-        Args:
-            fails: Of the first plan, then of those computed again, one after the other.
-        """
-        is_failing = iter(fails)
-        due = deque(plans)
-        while due:
-            plan = due.popleft()
-            if next(is_failing, False):
-                halves = plan.halves()
-                due.extendleft(reversed(halves))
-                if not halves:
-                    self.finished.update(self.scheduler.fail_step(plan))
-            else:
-                self.engine.launch(plan.engine_step(MODEL.eos_token_ids, is_again=True))
-                self.settle(plan)
-            self.scheduler.check_integrity()
+    def _is_waiting(self) -> bool:
+        return not self.wake.is_set() and bool(self.wake._waiters)  # type: ignore[attr-defined]
 
-    def settle(self, plan: StepPlan, undrawn: int | None = None) -> None:
-        result = self.engine.read()
-        decodes, slices = list(result.decodes), list(result.slices)
-        for drawn in (decodes, slices):
-            if undrawn is not None and undrawn < len(drawn):
-                drawn[undrawn] = None
-        result = StepResult(decodes=decodes, slices=slices)
-        self.finished.update(self.scheduler.end_undrawn(plan, result))
-        self.seen["superfluous rows"] += sum(choice.is_ended for choice in plan.decodes)
-        self.take(self.scheduler.complete_step(plan, result))
+    # Transfers.
 
     @precondition(lambda self: self.transfers)
     @rule(
-        data=st.data(),
+        which=st.integers(0, 9),
+        share=st.integers(0, 4),
         then=st.sampled_from(["go on", "go on", "fail", "write late"]),
         tells_first=st.booleans(),
+        is_pass=st.booleans(),
     )
-    def move_pages(self, data: st.DataObject, then: str, tells_first: bool) -> None:
-        transfer = data.draw(st.sampled_from(self.transfers))
+    def move_pages(
+        self, which: int, share: int, then: str, tells_first: bool, is_pass: bool
+    ) -> None:
+        transfer = self.transfers[which % len(self.transfers)]
         if tells_first:  # the first tokens come before the last page
             self.tell_result(transfer)
         pages = transfer.group.pages
         assert pages is not None
         num_pages = len(pages.page_ids)
         assert pages.num_committed_pages < num_pages, "more is committed than has arrived"
-        end = data.draw(st.integers(pages.num_committed_pages, num_pages - (then != "go on")))
+        num_left = num_pages - pages.num_committed_pages - (then != "go on")
+        end = pages.num_committed_pages + num_left * share // 4
         self.receive(transfer, end)
         if then != "go on":
+            # It runs alone from now on if a pass failed, which may be told while others run.
+            transfer.group.request.num_failed_passes += is_pass
             self.fail_transfer(transfer, may_be_written=then == "write late")
         elif end == num_pages:
             self.finish_transfer(transfer)
+        self.run_loop()
 
     def tell_result(self, transfer: Transfer) -> None:
         if transfer.is_told:
@@ -284,32 +360,43 @@ class SchedulerMachine(RuleBasedStateMachine):
             for page_id in quarantine.page_ids:
                 self.engine.storage.slots[page_id] = 0xEE
 
-    @precondition(lambda self: any(each.steps_left <= 0 for each in self.quarantines))
+    @precondition(lambda self: self.quarantines)
     @rule()
     def end_quarantines(self) -> None:
         for quarantine in [each for each in self.quarantines if each.steps_left <= 0]:
             self.quarantines.remove(quarantine)
             self.scheduler.release_quarantine(quarantine.pages)
+        self.run_loop()
+
+    # Clients.
 
     @precondition(lambda self: len(self.requests) > len(self.finished))
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        alive = [request for request in self.requests if request not in self.finished]
-        request = data.draw(st.sampled_from(alive))
-        self.finished.add(request)
-        self.scheduler.end(request)
+    @rule(which=st.integers(0, 9))
+    def cancel(self, which: int) -> None:
+        self.forget(self.alive(which))
+        self.run_loop()
 
     @precondition(lambda self: len(self.requests) > len(self.finished))
-    @rule(data=st.data())
-    def cancel_choice(self, data: st.DataObject) -> None:
-        alive = [request for request in self.requests if request not in self.finished]
-        request = data.draw(st.sampled_from(alive))
-        choice = data.draw(st.sampled_from(sorted(request.emitted)))
+    @rule(which=st.integers(0, 9), of_request=st.integers(0, 2))
+    def cancel_choice(self, which: int, of_request: int) -> None:
+        request = self.alive(which)
+        choice = of_request % len(request.emitted)
         self.seen["cancelled choices"] += 1
         self.cancelled.add((request, choice))
         self.scheduler.end(request, {choice})
         if request.is_ended:
-            self.finished.add(request)
+            self.forget(request)
+        self.run_loop()
+
+    def alive(self, which: int) -> Request:
+        alive = [request for request in self.requests if request not in self.finished]
+        return alive[which % len(alive)]
+
+    def forget(self, request: Request) -> None:
+        """End a request as the worker does."""
+        self.finished.add(request)
+        self.scheduler.end(request)
+        request.choices = []
 
     # What must hold.
 
@@ -317,31 +404,48 @@ class SchedulerMachine(RuleBasedStateMachine):
     def is_consistent(self) -> None:
         self.scheduler.check_integrity()
         check_cached_pages(self.cache, self.engine.storage, MODEL)
-        for page_id in set().union(*self.written):
+        foreign = {page_id for each in self.quarantines for page_id in each.page_ids}
+        for transfer in self.transfers:
+            pages = transfer.group.pages
+            assert pages is not None
+            foreign.update(pages.page_ids[pages.num_committed_pages :])
+        for page_id in self.engine.written_pages():
             is_kept = self.cache.pool.state(page_id) is PageState.LIVE
             assert is_kept, "a page that a step in flight writes was given back"
+            assert page_id not in foreign, "a step in flight and a transfer write the same page"
         overwrite_free_pages(self.cache, self.engine.storage)
 
     def teardown(self) -> None:
         """Everyone who was not cancelled finishes, within a number of steps that work explains."""
+        try:
+            self.finish()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the loop, and forget it."""
+        self.stepping.cancel()
+        self.executor.is_closed = True
+        self.events.run_until_complete(asyncio.wait([self.stepping]))
+        self.events.close()
+
+    def finish(self) -> None:
         for _ in range(60 * (len(self.requests) + 1)):
-            if self.plans:
-                self.end_step()
+            if self.executor.is_held:
+                self.let_go(["well"], 0)
             for transfer in list(self.transfers):
                 assert transfer.group.pages is not None
                 self.receive(transfer, len(transfer.group.pages.page_ids))
                 self.finish_transfer(transfer)
+            for quarantine in self.quarantines:
+                quarantine.steps_left = 0
             self.end_quarantines()
-            while len(self.plans) < self.engine.max_launched:
-                num_plans = len(self.plans)
-                self.begin_step()
-                if len(self.plans) == num_plans:
-                    break
             self.is_consistent()
-            if self.is_idle():
+            if self.is_idle() and not self.executor.is_held:
                 break
         assert len(self.finished) == len(self.requests), "a request never finished"
-        assert self.scheduler.num_waiting == self.scheduler.num_running == 0
+        assert self.scheduler.num_waiting == 0
+        assert self.scheduler.num_running == 0
         counts = self.cache.pool.counts()
         assert counts.free + counts.cached == counts.total, f"leaked: {counts}"
 
@@ -368,7 +472,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_output = len(choice.output) + choice.num_unread
             assert num_output <= choice.request.params.max_tokens, "a step behind the length"
 
-    def take(self, deltas: list[TokenDelta]) -> None:
+    def take(self, deltas: Sequence[TokenDelta]) -> None:
         for delta in deltas:
             assert delta.request not in self.finished, "a token after the end"
             assert (delta.request, delta.choice) not in self.cancelled, "a token for nobody"
@@ -379,8 +483,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert output == whole[: len(output)], "a wrong token"
             assert (delta.finish_reason is not None) == (len(output) == len(whole))
             if delta.is_last_of_request:
-                self.finished.add(delta.request)
-                self.scheduler.end(delta.request)
+                self.forget(delta.request)
 
     def oracle(self, request: Request, choice: int) -> list[int]:
         return fake_tokens(
@@ -441,3 +544,67 @@ class SchedulerMachine(RuleBasedStateMachine):
             page_ids = pages.page_ids[begin:end]
             self.engine.storage.import_pages(page_ids, transfer.contents[begin:end])
             self.scheduler.receive_committed(transfer.group, end)
+
+
+def walk(machine: SchedulerMachine, seed: int, *, num_steps: int = 100) -> None:
+    """Take a machine through steps chosen by weight.
+
+    Hypothesis chooses evenly, so that few of its examples get far; here most requests run soon, and
+    two failures come together often.
+    """
+    rng = Random(seed)
+    weights = {"let_go": 12, "submit": 4, "move": 6, "twice": 3, "cancel": 0.3, "choice": 0.5}
+    weights |= {"quarantine": 1, "wait": 0.2, "end": 0.05}
+    names, shares = zip(*weights.items(), strict=True)
+    num_failing = rng.choice([0, 1, 1, 4])  # of 30 calls
+    try:
+        for _ in range(num_steps):
+            _step(machine, rng, rng.choices(names, shares)[0], num_failing)
+            machine.is_consistent()
+            if machine.is_over:
+                break
+    except BaseException:
+        machine.close()
+        raise
+    machine.teardown()
+
+
+def _step(machine: SchedulerMachine, rng: Random, name: str, num_failing: int) -> None:
+    is_held, num_alive = machine.executor.is_held, len(machine.requests) - len(machine.finished)
+    ends = ["well"] * 30 + ["badly"] * num_failing + ["undrawn"] * (num_failing > 0)
+    which = rng.randrange(10)
+    if name == "submit" and num_alive < 5:
+        machine.submit(
+            prefix=rng.choice(PREFIXES),
+            prefix_len=rng.randint(0, 16),
+            rest=[rng.randint(1, 49) for _ in range(rng.randint(1, 12))],
+            num_choices=rng.choice([1, 1, 2, 3]),
+            max_tokens=rng.randint(1, 24),
+            is_remote=rng.random() < 0.5,
+            seed=rng.randint(0, 3),
+            num_emitted=rng.choice([0, 0, 1, 2]),
+            num_failed_passes=rng.choice([0] * 7 + [1]),
+            is_arrival=rng.random() < 0.3,
+        )
+    elif name == "let_go" and is_held:
+        machine.let_go(rng.choices(ends, k=rng.randint(1, 4)), which % 3)
+    elif name == "twice" and is_held:
+        machine.fail_twice(which, rng.choices(["well", "well", "badly"], k=3))
+    elif name == "end" and is_held:
+        machine.end_loop(rng.choice(["the device", "the loop"]))
+    elif name == "wait":
+        machine.wait()
+    elif name == "move" and machine.transfers:
+        machine.move_pages(
+            which=which,
+            share=rng.choice([1, 2, 4, 4, 4]),
+            then=rng.choice(["go on"] * 6 + ["fail", "write late"]),
+            tells_first=rng.random() < 0.5,
+            is_pass=rng.random() < 0.5,
+        )
+    elif name == "quarantine":
+        machine.end_quarantines()
+    elif name == "cancel" and num_alive:
+        machine.cancel(which)
+    elif name == "choice" and num_alive:
+        machine.cancel_choice(which, rng.randint(0, 2))

@@ -21,10 +21,13 @@ from decode_worker.step_plan import StepPlan
 from grammars.constraint import Constraint, ConstraintKind
 from kv_cache.errors import CacheError
 from kv_cache.prefix_cache import PrefixCache
+from llm_engine.engine_step import EngineStep
 from llm_engine.sampling import SampledToken, SamplingParams
-from tests.decode_worker.scheduler_machine import CANDIDATES, SchedulerMachine
+from tests.decode_worker.scheduler_machine import CANDIDATES, SchedulerMachine, walk
 from tests.support.rarely import rarely
+from worker import step_loop
 from worker.identity import ModelInfo, WorkerIdentity
+from worker.step_loop import StepLoop
 
 SETTINGS = settings(
     stateful_step_count=70,
@@ -43,6 +46,12 @@ HUNT = settings(
 
 
 @pytest.fixture(autouse=True)
+def no_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of failed steps, which take longer than all the rest."""
+    monkeypatch.setattr(step_loop.logger, "disabled", True)
+
+
+@pytest.fixture(autouse=True)
 def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let queues be longer than what is looked at, as they are under load."""
     monkeypatch.setattr("decode_worker.scheduler.ADMISSION_WINDOW", 2)
@@ -56,9 +65,10 @@ def test_state_machine(max_examples: int) -> None:
     )
     seen = SchedulerMachine.seen
     # A run in which nothing happens would prove nothing.
-    assert min(seen.values()) >= 5, seen
-    assert seen.keys() >= {"preemptions", "copies", "failed transfers", "shared steps"}
-    assert seen.keys() >= {"steps ahead", "superfluous rows", "failed launches", "steps dropped"}
+    wanted = ["preemptions", "copies", "failed transfers", "shared steps", "steps ahead"]
+    wanted += ["steps alone", "superfluous rows", "lost the device"]
+    missing = {each: seen[each] for each in wanted if seen[each] < 2}
+    assert not missing, missing
 
 
 @pytest.mark.parametrize(
@@ -250,6 +260,89 @@ def test_state_machine_finds_planted_bug(bug: type[Scheduler]) -> None:
     # Where a step fails for the bug's sake, the end of the machine misses its result.
     with pytest.raises((AssertionError, CacheError, IndexError, ValueError)):
         run_state_machine_as_test(machine, settings=HUNT)
+
+
+class AsPlanned:
+    """A plan that is launched as it was planned, at first or again and again."""
+
+    def __init__(self, plan: StepPlan, *, num_launches: int) -> None:
+        self._plan = plan
+        self._num_launches = num_launches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
+
+    def engine_step(self, eos_token_ids: tuple[int, ...], *, is_again: bool) -> EngineStep:
+        self._num_launches -= 1
+        return self._plan.engine_step(eos_token_ids, is_again=self._num_launches < 0)
+
+
+class AloneOnOldSeats(StepLoop[Any, Any, Any]):
+    """Launches a step alone as it was planned, though an older one may have failed since."""
+
+    async def _begin(self, plan: Any) -> None:
+        await super()._begin(AsPlanned(plan, num_launches=1) if plan.is_alone else plan)
+
+
+class AgainOnOldSeats(StepLoop[Any, Any, Any]):
+    """What follows a failed step goes on from tokens that nobody read."""
+
+    async def _begin(self, plan: Any) -> None:
+        await super()._begin(plan if plan.is_alone else AsPlanned(plan, num_launches=100))
+
+
+class LeavesStepsToRun(StepLoop[Any, Any, Any]):
+    """Begins the halves of a failed step while one that was launched behind it runs."""
+
+    async def _drop_launched(self) -> None:
+        pass
+
+
+class KeepsPagesOfUnlaunchedSteps(StepLoop[Any, Any, Any]):
+    """Ends while a step waits to be launched alone, and leaves it planned for ever."""
+
+    async def _begin(self, plan: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if plan.is_alone:
+                fail_step = self._scheduler.fail_step
+                patch.setattr(
+                    self._scheduler,
+                    "fail_step",
+                    lambda failed: () if failed is plan else fail_step(failed),
+                )
+            await super()._begin(plan)
+
+
+# (bug, seeds within which it is found)
+LOOP_BUGS = [
+    (AloneOnOldSeats, 200),
+    (AgainOnOldSeats, 20),
+    (LeavesStepsToRun, 20),
+    (KeepsPagesOfUnlaunchedSteps, 200),
+]
+
+
+def walk_all(machine: type[SchedulerMachine], num_seeds: int) -> None:
+    for seed in range(num_seeds):
+        walk(machine(), seed)
+
+
+@pytest.mark.parametrize("num_seeds", [30, pytest.param(2000, marks=pytest.mark.thorough)])
+def test_two_failures_at_once_cost_no_page_and_no_right_token(num_seeds: int) -> None:
+    SchedulerMachine.seen.clear()
+    walk_all(SchedulerMachine, num_seeds)
+    wanted = ["failed before a step alone", "dropped steps", "preemptions", "probes", "copies"]
+    wanted += ["failed requests", "failed after the first tokens", "superfluous rows"]
+    assert min(SchedulerMachine.seen[each] for each in wanted) >= 5, SchedulerMachine.seen
+
+
+@pytest.mark.parametrize(("bug", "num_seeds"), LOOP_BUGS)
+def test_walks_find_planted_bug_of_the_loop(
+    bug: type[StepLoop[Any, Any, Any]], num_seeds: int
+) -> None:
+    machine = type(f"{bug.__name__}Machine", (SchedulerMachine,), {"loop_class": bug})
+    with pytest.raises((AssertionError, ValueError)):
+        walk_all(machine, num_seeds)
 
 
 def scheduler_with(num_pages: int, max_running_sequences: int = 64) -> Scheduler:
