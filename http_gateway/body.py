@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from starlette.types import Receive
 
+from grammars.json_schema import kind_of
 from http_gateway.body_room import MIB, SMALL_BYTES, BodyPlace, BodyRoom
 from http_gateway.config import GatewayConfig
 from http_gateway.errors import ClientLeft, HttpError
@@ -85,16 +86,6 @@ class Bodies:
         return await asyncio.get_running_loop().run_in_executor(self._threads, running)
 
 
-_KINDS = {
-    list: "an array",
-    str: "a string",
-    int: "a number",
-    float: "a number",
-    bool: "true or false",
-    type(None): "null",
-}
-
-
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """Parse a JSON object by RFC 8259, without repeated keys; raises HttpError otherwise."""
     if not body.strip():
@@ -131,7 +122,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     except ValueError as error:
         raise _no_json(str(error)) from None
     if not isinstance(value, dict):
-        raise _no_json(f"it is {_KINDS[type(value)]}")
+        raise _no_json(f"it is {kind_of(value)}")
     return value
 
 
