@@ -14,12 +14,14 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2
 
 from kv_cache.errors import OutOfPages
+from kv_cache.prefix_cache import PrefixCache
 from kv_transfer.transport import close_transports
 from llm_engine.sampling import SequenceSlice
 from observability.logs import fields
@@ -123,7 +125,7 @@ class WorkerHost:
             eos_token_ids=context.model.eos_token_ids,
             before_step=self._feed.publish,
             wake=context.wake,
-            make_probe=self._probe,
+            make_probe=partial(probing, context.cache),
             max_failed_passes=context.config.max_failed_passes,
         )
         self._servicer = WorkerServicer(context, pool, self._feed, self._load)
@@ -209,21 +211,6 @@ class WorkerHost:
             async with asyncio.timeout(RESIGN_S):
                 await self._pool.wait_told()
 
-    @contextmanager
-    def _probe(self) -> Iterator[SequenceSlice | None]:
-        """Make a pass of one token on a separate page."""
-        try:
-            pages = self.cache.reserve([0], incoming=False)
-        except OutOfPages:
-            yield None
-            return
-        try:
-            yield SequenceSlice(
-                token_ids=[0], start=0, page_ids=pages.page_ids, num_prompt_tokens=1
-            )
-        finally:
-            self.cache.release(pages)
-
     def _load(self) -> WorkerLoad:
         return WorkerLoad(
             steps=self._loop.num_steps,
@@ -238,3 +225,17 @@ class WorkerHost:
             is_draining=self._context.is_draining,
             is_stepping=self._loop.is_stepping,
         )
+
+
+@contextmanager
+def probing(cache: PrefixCache) -> Iterator[SequenceSlice | None]:
+    """Make a pass of one token on a page of its own, held while entered; None if none is free."""
+    try:
+        pages = cache.reserve([0], incoming=False)
+    except OutOfPages:
+        yield None
+        return
+    try:
+        yield SequenceSlice(token_ids=[0], start=0, page_ids=pages.page_ids, num_prompt_tokens=1)
+    finally:
+        cache.release(pages)

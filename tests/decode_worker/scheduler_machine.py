@@ -22,7 +22,6 @@ from decode_worker.config import DecodeConfig
 from decode_worker.request import Choice, PrefillGroup, Request, TokenDelta
 from decode_worker.scheduler import Scheduler
 from decode_worker.step_plan import StepPlan
-from kv_cache.errors import OutOfPages
 from kv_cache.layout import num_pages_for
 from kv_cache.page_pool import PageState, Quarantined
 from kv_cache.prefix_cache import PrefixCache
@@ -38,6 +37,7 @@ from tests.support.fake_engine import (
 )
 from tests.support.virtual_time import VirtualLoop
 from worker.errors import EngineLost, WorkerError
+from worker.host import probing
 from worker.identity import ModelInfo, WorkerIdentity
 from worker.step_loop import StepLoop
 from worker.wake import Wake
@@ -257,18 +257,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @contextmanager
     def probe(self) -> Iterator[SequenceSlice | None]:
-        try:
-            pages = self.cache.reserve([0], incoming=False)
-        except OutOfPages:
-            yield None
-            return
-        self.seen["probes"] += 1
-        try:
-            yield SequenceSlice(
-                token_ids=[0], start=0, page_ids=pages.page_ids, num_prompt_tokens=1
-            )
-        finally:
-            self.cache.release(pages)
+        with probing(self.cache) as probe:
+            self.seen["probes"] += probe is not None
+            yield probe
 
     # How it runs.
 

@@ -1,20 +1,20 @@
 """A real engine behind the decode worker's scheduler and step loop; there is no network."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from decode_worker.config import DecodeConfig
 from decode_worker.request import Request, TokenDelta
 from decode_worker.scheduler import Scheduler
 from decode_worker.step_plan import StepPlan
-from kv_cache.errors import OutOfPages
 from kv_cache.prefix_cache import PrefixCache
 from llm_engine.engine import Engine
-from llm_engine.sampling import SamplingParams, SequenceSlice
+from llm_engine.sampling import SamplingParams
 from worker.errors import WorkerError
 from worker.executor import ThreadExecutor
+from worker.host import probing
 from worker.identity import ModelInfo, WorkerIdentity
 from worker.step_loop import StepLoop
 from worker.wake import Wake
@@ -72,7 +72,7 @@ class Serving:
             eos_token_ids=(),
             before_step=self.before_step,
             wake=self.wake,
-            make_probe=self._probe,
+            make_probe=partial(probing, self.cache),
             max_failed_passes=3,
         )
         self._news: dict[Request, asyncio.Event] = {}  # set when there may be some
@@ -145,20 +145,6 @@ class Serving:
         if not stepping.cancelled():
             stepping.result()  # raises the reason for its end
         return asking.result()
-
-    @contextmanager
-    def _probe(self) -> Iterator[SequenceSlice | None]:
-        try:
-            pages = self.cache.reserve([0], incoming=False)
-        except OutOfPages:
-            yield None
-            return
-        try:
-            yield SequenceSlice(
-                token_ids=[0], start=0, page_ids=pages.page_ids, num_prompt_tokens=1
-            )
-        finally:
-            self.cache.release(pages)
 
 
 def request_of(
