@@ -191,6 +191,7 @@ class FakeCluster:
                     MODEL,
                     num_pages=num_pages,
                     page_size=self.shape.page_size,
+                    max_launched=self.shape.max_launched,
                     unit_len=self.shape.shared_unit_len,
                 ),
                 pass_s=self.shape.pass_s,

@@ -28,6 +28,7 @@ class ClusterShape:
     max_chunk_pages: int = 1  # or chunk_pages, if they are more
     max_step_tokens: int = 64
     max_running_sequences: int = 32
+    max_launched: int = 2  # passes of an engine at a time; 1: none runs ahead
     pass_s: float = 0.01
     token_s: float = 0.0005
     latency_s: float = 0.0005
