@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import replace
 
+import grpc
 import jsonschema
 import psutil
 import pytest
@@ -30,6 +31,8 @@ from cluster.environment import prepare_ray
 from cluster.preflight import check_start
 from credentials.key_file import write_router_keys
 from pagewire import AsyncClient
+from pagewire.protos import inference_pb2, inference_pb2_grpc
+from pagewire.protos.token_ids import pack_token_ids
 from tests.cluster.in_process import generate_all
 from tests.support.free_ports import free_port, free_range
 from tests.support.local_ray import forget_token
@@ -230,6 +233,45 @@ def test_text_and_chat_are_tokenized_and_streamed(cluster):
     assert len(texts) > 1
     assert "".join(texts) == streamed.text == direct.text
     assert streamed.token_ids == direct.token_ids
+
+
+BAD_REQUESTS = {
+    "found 512; allowed": {"token_ids": pack_token_ids([VOCAB_SIZE])},
+    "found -1": {"text": "x", "sampling": {"temperature": -1.0}},
+    "regex": {"text": "x", "sampling": {"constraint": {"regex": "("}}},
+}
+
+
+def test_bad_requests_are_refused_within_a_second_and_disturb_no_stream(cluster, oracle):
+    """All kinds of them: tests/http_gateway/test_bad_fields.py, without a GPU."""
+    prompt = prompt_of("calm", 40)
+    refusals, seconds = {}, []
+
+    async def work(client):
+        async with (
+            grpc.aio.insecure_channel(client.address) as channel,
+            client.stream(prompt, temperature=0.0, max_tokens=60, ignore_eos=True) as stream,
+        ):
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            deltas = aiter(stream)
+            await anext(deltas)
+            for words, request in BAD_REQUESTS.items():
+                started = time.monotonic()
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await anext(aiter(stub.Generate(inference_pb2.GenerateRequest(**request))))
+                seconds.append(time.monotonic() - started)
+                refusals[words] = refused.value
+            async for _ in deltas:
+                pass
+        return stream.completion
+
+    undisturbed = run(cluster, work)
+
+    for words, refusal in refusals.items():
+        assert refusal.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert words in refusal.details()
+    assert_within(max(seconds), on_this_host(1.0))
+    assert list(undisturbed.token_ids) == oracle.tokens(prompt, 60)
 
 
 def test_a_client_that_leaves_frees_all_pages_within_a_second(cluster):
