@@ -22,6 +22,7 @@ from benchmarks.measured_host import in_short
 from benchmarks.serving_figures import bars, disaggregation_charts, hardware_of, serving_charts
 from benchmarks.stream_statistics import Row
 from benchmarks.tables import (
+    ABLATION_ON_ONE_GPU,
     ABLATION_RESULTS,
     CACHED_PARTS_RESULT,
     JOINED_STEPS_RESULT,
@@ -460,6 +461,7 @@ DRAWINGS: Mapping[str, Callable[[], str]] = {
     "itl": partial(disaggregation, "itl", [POOLS_FILE, LIMITED_FILE]),
     "transfer-share": partial(disaggregation, "transfer-share", [POOLS_FILE]),
     "ablation": partial(disaggregation, "ablation", ABLATION_RESULTS),
+    "ablation-one": partial(disaggregation, "ablation", [ABLATION_ON_ONE_GPU]),
     "replay": replay,
     "engine-step": engine_step,
     "step-profile": step_profile,

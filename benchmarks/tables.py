@@ -47,6 +47,7 @@ ABLATION_RESULTS = tuple(
     f"ablation{run}.json"
     for run in ("-h100-x2", "-delta-h100-x2", "-none-h100-x2", "-none-h100-x4")
 )
+ABLATION_ON_ONE_GPU = "ablation-one-h200.json"
 # |-> runs of the pools, and without prefill workers by their limits of a step; 0: none
 REPLAY_RESULTS = {
     limit_ms: tuple(
@@ -336,9 +337,9 @@ def starts() -> str:
     )
 
 
-def ablation() -> str:
+def ablation(names: Sequence[str]) -> str:
     """What delta transfer and cascade attention are worth, alone and together."""
-    rows = {case: row for name in ABLATION_RESULTS for case, row in _rows_of(name).items()}
+    rows = {case: row for name in names for case, row in _rows_of(name).items()}
 
     def cells(shape: str) -> Iterator[str]:
         streams, shared, own = map(int, shape.split(","))
@@ -600,7 +601,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "served-steps": served_steps,
     "joined-steps": joined_steps,
     "starts": starts,
-    "ablation": ablation,
+    "ablation": partial(ablation, ABLATION_RESULTS),
+    "ablation-one": partial(ablation, [ABLATION_ON_ONE_GPU]),
     "transfers": transfers,
     "served-moves": served_moves,
     "first-token-parts": first_token_parts,

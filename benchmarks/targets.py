@@ -230,13 +230,13 @@ def _kills(files: Sequence[str], transport: str) -> Iterator[Outcome]:
 
 
 def _kept_memory(files: Sequence[str], transport: str) -> Outcome:
-    # Once in each cluster, mostly at its first kill, the survivor keeps what it needs for any
-    # connection; the median leaves out the one of these that comes later.
+    # The survivor keeps once what it needs for any connection, mostly at the first kill.
     grew = [
         each for case, row in _rows_of_kills(files) for each in survivor_growth_mib(case, row)[1:]
     ]
     return Outcome(
-        what=f"{len(grew)} kills over {transport}: the survivor's GPU memory grows by, median",
+        what=f"{len(grew)} kills over {transport}, all but the first of each kind: "
+        "the survivor's GPU memory grows by, median",
         target=0,
         found=median(grew),
         unit="MiB",
