@@ -7,12 +7,10 @@ in any thread. So memory that is used on another stream than its own may still b
 import threading
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kv_cache.torch_storage
 import kv_transfer.cuda_ipc_memory
@@ -22,7 +20,7 @@ from kv_cache.layout import KVLayout
 from kv_cache.torch_storage import TorchPageStorage
 from kv_transfer.cuda_ipc_memory import CudaMemory, CudaPeerPages
 from kv_transfer.nccl_link import NcclDevice, NcclLink
-from kv_transfer.own_streams import OwnStreams
+from tests.kv_transfer.no_nccl import device_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,25 +35,6 @@ NCCL, IPC, STORAGE = (
 )
 
 
-class _NoPeer:
-    """A communicator that moves nothing."""
-
-    def initialize(self, *arguments: object) -> None:
-        pass
-
-    def send(self, message: Tensor, peer: int, *, stream: int) -> None:
-        pass
-
-    def recv(self, message: Tensor, peer: int, *, stream: int) -> None:
-        pass
-
-    def get_async_error(self) -> str:
-        return "success"
-
-    def abort(self) -> None:
-        pass
-
-
 def make_storage() -> TorchPageStorage:
     layout = KVLayout(
         num_layers=2,
@@ -66,22 +45,6 @@ def make_storage() -> TorchPageStorage:
         model_fingerprint="m",
     )
     return TorchPageStorage(layout, NUM_PAGES, "cuda:0", digest_kernel=digest_pages)
-
-
-def make_device(storage: TorchPageStorage) -> Any:
-    return SimpleNamespace(
-        core=SimpleNamespace(
-            Communicator=_NoPeer,
-            NCCLConfig=lambda **options: options,
-            UniqueId=SimpleNamespace(from_bytes=bytes),
-        ),
-        result=SimpleNamespace(InProgress="in progress", Success="success"),
-        device=storage.device,
-        words=storage.words,
-        wire_streams=OwnStreams(storage.device),
-        copy_streams=OwnStreams(storage.device),
-        _storage=storage,
-    )
 
 
 def streams_by_file(trace: list[dict[str, Any]]) -> dict[str, set[int]]:
@@ -97,7 +60,8 @@ def streams_by_file(trace: list[dict[str, Any]]) -> dict[str, set[int]]:
 
 def test_transfers_and_digests_allocate_on_streams_of_their_own() -> None:
     storage, source = make_storage(), make_storage()
-    device = make_device(storage)
+    device = device_of(storage.words)
+    device._storage = storage
     memory = CudaMemory(storage)
     peer = CudaPeerPages(memory, source.pages.data_ptr(), 0, NUM_PAGES, is_same_gpu=True)
     torch.cuda.synchronize()

@@ -2,15 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from kv_transfer.nccl_link import NcclLink
-from kv_transfer.own_streams import OwnStreams
 from tests.kv_transfer.gpu_worker import (
     ALL,
     Worker,
@@ -19,6 +16,7 @@ from tests.kv_transfer.gpu_worker import (
     connect,
     move,
 )
+from tests.kv_transfer.no_nccl import Communicator, device_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,36 +93,19 @@ def test_connections_that_come_and_go_leave_no_memory_behind() -> None:
     assert reserved[1:] == reserved[:-1]
 
 
-class _PeerOfSevens:
-    """A communicator whose peer sends nothing but sevens, at once."""
-
-    def initialize(self, *arguments: object) -> None:
-        pass
+class _PeerOfSevens(Communicator):
+    """Receives nothing but sevens, at once."""
 
     def recv(self, message: Tensor, peer: int, *, stream: int) -> None:
         with torch.cuda.stream(torch.cuda.ExternalStream(stream)):  # type: ignore[no-untyped-call]
             message.fill_(7)
 
-    def get_async_error(self) -> str:
-        return "success"
-
 
 def test_what_arrives_leaves_the_memory_of_a_step_alone_that_still_runs() -> None:
     """What a step has freed is given out again before its kernels have run."""
     num_words = 8 << 20
-    core = SimpleNamespace(
-        Communicator=_PeerOfSevens,
-        NCCLConfig=lambda **options: options,
-        UniqueId=SimpleNamespace(from_bytes=bytes),
-    )
-    device: Any = SimpleNamespace(
-        core=core,
-        result=SimpleNamespace(InProgress="in progress", Success="success"),
-        device=torch.device("cuda", 0),
-        words=torch.zeros((16, num_words // 16), dtype=torch.int32, device="cuda"),
-        wire_streams=OwnStreams(torch.device("cuda", 0)),
-        copy_streams=OwnStreams(torch.device("cuda", 0)),
-    )
+    words = torch.zeros((16, num_words // 16), dtype=torch.int32, device="cuda:0")
+    device = device_of(words, _PeerOfSevens)
     link = NcclLink(device, "c0", False, bytes(128), 16)
     activations = torch.ones(num_words, dtype=torch.int32, device="cuda")
     assert int(activations.sum()) == num_words
