@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attn_kernels.chain import chained
 from attn_kernels.checks import check_at_least_one, check_tensor
-from attn_kernels.errors import CapacityError
+from attn_kernels.errors import CapacityError, ShapeError
 from attn_kernels.sampling.launch import LOGIT_DTYPES
 from attn_kernels.sampling.rows import RowParams
 from attn_kernels.seats.bodies import (
@@ -181,6 +181,10 @@ class DeviceSeats:
             bits: Their bitmaps, [len(rows), cdiv(vocab_size, 32)].
         """
         self._check_rows(num_rows)
+        for row in (min(rows), max(rows)):
+            if not 0 <= row < num_rows:
+                # Its bitmap would be lost, or the device if there is no such row.
+                raise ShapeError(f"rows contains {row}, must be 0 to {num_rows - 1}")
         device = self.masks.device
         self.masks[:num_rows].fill_(ALL_BITS)
         index = to_device(np.array(rows, dtype=np.int64), device)

@@ -121,6 +121,17 @@ def test_rows_without_a_bitmap_may_draw_all_tokens_whatever_they_had_before(devi
     assert seats.masks[4:].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("row", [-1, 4, 8])
+def test_a_bitmap_of_a_row_that_the_step_does_not_have_is_refused(row: int, launches: list[object]):
+    """Rows 4 to 7 exist, but not in this step; an index of row 8 would cost the device."""
+    seats = random_seats("cpu")
+
+    with pytest.raises(ShapeError, match=f"rows contains {row}, must be 0 to 3"):
+        seats.set_masks(4, [2, row], np.array([[1, 2], [3, 4]], dtype=np.int32))
+
+    assert seats.masks.count_nonzero() == 0, "it was written all the same"
+
+
 def test_too_many_rows_and_foreign_tensors_are_refused(launches: list[object]):
     seats = random_seats("cpu")
 
