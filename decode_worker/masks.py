@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from decode_worker.errors import InvalidRequest
-from decode_worker.request import Choice, Request
+from decode_worker.request import Choice, Request, TokenDelta
 from grammars.bits import TokenBits
 from grammars.errors import GrammarError
 from grammars.store import Grammars
@@ -46,6 +46,18 @@ class TokenMasks:
         self._wake = wake
         self._on_failure = on_failure
         self._busy: set[Choice] = set()
+
+    def progressed(self, progress: Sequence[TokenDelta]) -> None:
+        """Begin to compute the masks after new tokens, before a request that ended is forgotten."""
+        self.follow(
+            [
+                choice
+                for delta in progress
+                if delta.request.params.constraint is not None and delta.finish_reason is None
+                for choice in delta.request.choices
+                if choice.index == delta.choice
+            ]
+        )
 
     def follow(self, choices: Sequence[Choice]) -> None:
         """Begin to compute the masks of choices that are new or have new tokens."""

@@ -123,15 +123,7 @@ class DecodeWorker:
 
     def progressed(self, progress: Sequence[TokenDelta]) -> None:
         """Pass new tokens to the routers that wait for them."""
-        self._masks.follow(
-            [
-                choice
-                for delta in progress
-                if delta.request.params.constraint is not None and delta.finish_reason is None
-                for choice in delta.request.choices
-                if choice.index == delta.choice
-            ]
-        )
+        self._masks.progressed(progress)
         for delta in progress:
             active = self._active.get(delta.request)
             if active is None:  # the outbox was overrun by a delta before this one
