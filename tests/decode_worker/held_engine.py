@@ -52,6 +52,11 @@ class HeldEngine(FakeEngine):
         """Steps that are launched and not read."""
         return len(self._launched)
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether a step in flight has masks."""
+        return any(each.step.allowed for each in self._begun)
+
     def written_pages(self) -> set[int]:
         """Return the pages that steps in flight write."""
         return set().union(*(each.written_pages() for each in self._begun))

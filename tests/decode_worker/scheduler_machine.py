@@ -3,8 +3,9 @@
 Every token is compared with the oracle, so a page that was shared, reused or overwritten wrongly
 shows; one that nobody holds is overwritten at once. The step loop is the real one. Each of its
 calls of the engine waits until the machine lets it end, well or badly, and anything may happen
-meanwhile: so also while a plan is made and not launched, and between two failures. Transfers commit
-in pieces, fail, and write late into pages that are in quarantine.
+meanwhile: so also while a plan is made and not launched, and between two failures. So does each
+piece of work on grammars. Transfers commit in pieces, fail, and write late into pages that are in
+quarantine.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any, ClassVar
 
@@ -19,15 +21,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from decode_worker.config import DecodeConfig
+from decode_worker.masks import TokenMasks
 from decode_worker.request import Choice, PrefillGroup, Request, TokenDelta
 from decode_worker.scheduler import Scheduler
 from decode_worker.step_plan import StepPlan
+from grammars.constraint import Constraint
 from kv_cache.layout import num_pages_for
 from kv_cache.page_pool import PageState, Quarantined
 from kv_cache.prefix_cache import PrefixCache
 from llm_engine.drawing import next_draw
 from llm_engine.sampling import SamplingParams, SequenceSlice
 from tests.decode_worker.held_engine import AcceleratorError, HeldEngine, HeldExecutor
+from tests.decode_worker.held_grammars import (
+    VOCAB_SIZE,
+    FakeGrammars,
+    HeldThreads,
+    allowed_after,
+)
 from tests.support.fake_engine import (
     FakeEngine,
     FakeModel,
@@ -35,20 +45,22 @@ from tests.support.fake_engine import (
     fake_tokens,
     overwrite_free_pages,
 )
+from tests.support.grammar_cases import regex
 from tests.support.virtual_time import VirtualLoop
-from worker.errors import EngineLost, WorkerError
+from worker.errors import EngineLost, InternalError, WorkerError
 from worker.host import probing
 from worker.identity import ModelInfo, WorkerIdentity
 from worker.step_loop import StepLoop
 from worker.wake import Wake
 
-MODEL = FakeModel(vocab_size=50, eos_token_ids=(0,))
+MODEL = FakeModel(vocab_size=VOCAB_SIZE, eos_token_ids=(0,))
 PAGE_SIZE = 4
 NUM_PAGES = 14
 MAX_CONTEXT_TOKENS = 40  # 10 pages
 CANDIDATES = tuple(
     WorkerIdentity(worker_id=f"prefill-{index}", incarnation=1, address="") for index in range(2)
 )
+CONSTRAINTS = [regex("a"), regex("b")]
 PREFIXES = [tuple(range(1 + 20 * i, 17 + 20 * i)) for i in range(2)]
 
 
@@ -73,6 +85,8 @@ class Quarantine:
 
 # How a call of the engine ends.
 ENDS = ["well"] * 12 + ["badly"] * 2 + ["undrawn"]
+# Whether a thread meets a bug in a grammar.
+RAISES = [False] * 15 + [True]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -110,6 +124,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.transfers: list[Transfer] = []
         self.quarantines: list[Quarantine] = []
         self.wake = Wake()
+        self.threads = HeldThreads()
+        grammars: Any = FakeGrammars()
+        threads: Any = self.threads
+        self.masks = TokenMasks(grammars, threads=threads, wake=self.wake, on_failure=self.failed)
         self.step_loop = self.loop_class(
             scheduler=self.scheduler,
             listener=self,
@@ -138,6 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         num_emitted=st.integers(0, 2),
         num_failed_passes=st.sampled_from([0, 0, 0, 1]),
+        constraint=st.sampled_from([None] * 6 + CONSTRAINTS),
         is_arrival=st.booleans(),
     )
     def submit(
@@ -151,10 +170,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed: int,
         num_emitted: int,
         num_failed_passes: int,
+        constraint: Constraint | None,
         is_arrival: bool,
     ) -> None:
         prompt = (*prefix[:prefix_len], *rest)
-        params = SamplingParams(seed=seed, max_tokens=max_tokens)
+        params = SamplingParams(seed=seed, max_tokens=max_tokens, constraint=constraint)
         request = Request(
             request_id=str(len(self.requests)),
             attempt=0,
@@ -171,6 +191,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.outputs[request, choice] = list(request.emitted[choice])
         self.requests.append(request)
         self.scheduler.submit(request)
+        if constraint is not None:
+            self.masks.follow(request.choices)
         self.run_loop(is_arrival=is_arrival)
 
     @precondition(lambda self: self.executor.is_held)
@@ -183,6 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.write_late()
             self.seen[f"calls that end {end}"] += 1
             self.seen["dropped steps"] += end == "badly" and self.engine.num_launched == 2
+            self.seen["failed steps with masks"] += end == "badly" and self.engine.has_masks
             self.seen["steps ahead"] += self.engine.num_launched == 2
             self.executor.let_go(
                 RuntimeError("planted") if end == "badly" else None,
@@ -210,6 +233,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.waits_alone:
             self.seen["failed before a step alone"] += 1
             self.let_go(["badly", *ends], 0)
+
+    @precondition(lambda self: self.threads.is_held)
+    @rule(which=st.lists(st.integers(0, 9), min_size=1, max_size=8), raises=st.sampled_from(RAISES))
+    def compute_masks(self, which: Sequence[int], raises: bool) -> None:
+        """Let pieces of work on grammars go on, the first one perhaps to an error."""
+        for piece in which:
+            if self.threads.is_held:
+                self.threads.let_go(piece, RuntimeError("planted") if raises else None)
+                raises = False
+        self.run_loop()
 
     @precondition(lambda self: self.executor.is_held)
     @rule(loses=st.sampled_from(["nothing"] * 30 + ["the device", "the loop"]))
@@ -241,6 +274,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen["steps alone"] += plan.is_alone
         self.waits_alone = plan.is_alone and self.engine.num_launched > 0
         may_wait = self.is_idle() or self.engine.num_launched or self.transfers or self.quarantines
+        may_wait = may_wait or self.threads.is_held
         assert may_wait or not plan.is_empty, "work is there, but none is done"
 
     def progressed(self, progress: Sequence[TokenDelta]) -> None:
@@ -252,6 +286,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def failed(self, work: Request, error: WorkerError) -> None:
         self.seen["failed requests"] += 1
+        self.seen["failed grammars"] += isinstance(error, InternalError)
         if work not in self.finished:
             self.forget(work)
 
@@ -424,6 +459,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(60 * (len(self.requests) + 1)):
             if self.executor.is_held:
                 self.let_go(["well"], 0)
+            while self.threads.is_held:
+                self.compute_masks([0], raises=False)
             for transfer in list(self.transfers):
                 assert transfer.group.pages is not None
                 self.receive(transfer, len(transfer.group.pages.page_ids))
@@ -455,6 +492,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_plan(self, plan: StepPlan) -> None:
         self.seen["copies"] += len(plan.copies)
         self.seen["shared steps"] += bool(plan.decodes and plan.chunks)
+        self.seen["steps with masks"] += any(choice.allowed is not None for choice in plan.decodes)
         assert plan.num_tokens <= self.config.max_step_tokens, "over the token budget"
         choices: list[Choice] = [*plan.decodes]
         choices += [choice for chunk in plan.chunks for choice in chunk.prompt.choices]
@@ -464,6 +502,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert num_output <= choice.request.params.max_tokens, "a step behind the length"
 
     def take(self, deltas: Sequence[TokenDelta]) -> None:
+        self.masks.progressed(deltas)
         for delta in deltas:
             assert delta.request not in self.finished, "a token after the end"
             assert (delta.request, delta.choice) not in self.cancelled, "a token for nobody"
@@ -483,6 +522,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             model=MODEL,
             choice=choice,
             max_context_tokens=MAX_CONTEXT_TOKENS,
+            allowed_after=partial(allowed_after, request.params.constraint),
         )
 
     def finish_transfer(self, transfer: Transfer) -> None:
@@ -514,6 +554,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt_token_ids=group.request.prompt,
                 output_token_ids=choice.output,
                 eos_token_ids=MODEL.eos_token_ids,
+                allowed=allowed_after(group.request.params.constraint, choice.output),
             )
             for choice in group.choices
         )
@@ -537,20 +578,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.receive_committed(transfer.group, end)
 
 
-def walk(machine: SchedulerMachine, seed: int, *, num_steps: int = 100) -> None:
+def walk(
+    machine: SchedulerMachine, seed: int, *, has_masks: bool = False, num_steps: int = 100
+) -> None:
     """Take a machine through steps chosen by weight.
 
     Hypothesis chooses evenly, so that few of its examples get far; here most requests run soon, and
-    two failures come together often.
+    two failures come together often. With masks half of the requests have constraints, and fewer
+    steps run ahead.
     """
     rng = Random(seed)
     weights = {"let_go": 12, "submit": 4, "move": 6, "twice": 3, "cancel": 0.3, "choice": 0.5}
     weights |= {"quarantine": 1, "wait": 0.2, "end": 0.05}
+    if has_masks:
+        weights["masks"] = 8
     names, shares = zip(*weights.items(), strict=True)
     num_failing = rng.choice([0, 1, 1, 4])  # of 30 calls
     try:
         for _ in range(num_steps):
-            _step(machine, rng, rng.choices(names, shares)[0], num_failing)
+            _step(machine, rng, rng.choices(names, shares)[0], num_failing, has_masks)
             machine.is_consistent()
             if machine.is_over:
                 break
@@ -560,7 +606,9 @@ def walk(machine: SchedulerMachine, seed: int, *, num_steps: int = 100) -> None:
     machine.teardown()
 
 
-def _step(machine: SchedulerMachine, rng: Random, name: str, num_failing: int) -> None:
+def _step(
+    machine: SchedulerMachine, rng: Random, name: str, num_failing: int, has_masks: bool
+) -> None:
     is_held, num_alive = machine.executor.is_held, len(machine.requests) - len(machine.finished)
     ends = ["well"] * 30 + ["badly"] * num_failing + ["undrawn"] * (num_failing > 0)
     which = rng.randrange(10)
@@ -575,12 +623,17 @@ def _step(machine: SchedulerMachine, rng: Random, name: str, num_failing: int) -
             seed=rng.randint(0, 3),
             num_emitted=rng.choice([0, 0, 1, 2]),
             num_failed_passes=rng.choice([0] * 7 + [1]),
+            constraint=rng.choice([None, None, *CONSTRAINTS]) if has_masks else None,
             is_arrival=rng.random() < 0.3,
         )
     elif name == "let_go" and is_held:
         machine.let_go(rng.choices(ends, k=rng.randint(1, 4)), which % 3)
     elif name == "twice" and is_held:
         machine.fail_twice(which, rng.choices(["well", "well", "badly"], k=3))
+    elif name == "masks" and machine.threads.is_held:
+        machine.compute_masks(
+            [rng.randrange(10) for _ in range(rng.randint(1, 12))], raises=rng.random() < 0.1
+        )
     elif name == "end" and is_held:
         machine.end_loop(rng.choice(["the device", "the loop"]))
     elif name == "wait":

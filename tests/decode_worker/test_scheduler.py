@@ -7,7 +7,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from decode_worker import masks
 from decode_worker.config import DecodeConfig
+from decode_worker.masks import TokenMasks
 from decode_worker.request import (
     Choice,
     GroupState,
@@ -24,6 +26,7 @@ from kv_cache.prefix_cache import PrefixCache
 from llm_engine.engine_step import EngineStep
 from llm_engine.sampling import SampledToken, SamplingParams
 from tests.decode_worker.scheduler_machine import CANDIDATES, SchedulerMachine, walk
+from tests.support.planted_bugs import Plant, Right, instead_of
 from tests.support.rarely import rarely
 from worker import step_loop
 from worker.identity import ModelInfo, WorkerIdentity
@@ -49,6 +52,7 @@ HUNT = settings(
 def no_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of failed steps, which take longer than all the rest."""
     monkeypatch.setattr(step_loop.logger, "disabled", True)
+    monkeypatch.setattr(masks.logger, "disabled", True)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +70,7 @@ def test_state_machine(max_examples: int) -> None:
     seen = SchedulerMachine.seen
     # A run in which nothing happens would prove nothing.
     wanted = ["preemptions", "copies", "failed transfers", "shared steps", "steps ahead"]
-    wanted += ["steps alone", "superfluous rows", "lost the device"]
+    wanted += ["steps alone", "superfluous rows", "lost the device", "steps with masks"]
     missing = {each: seen[each] for each in wanted if seen[each] < 2}
     assert not missing, missing
 
@@ -322,17 +326,21 @@ LOOP_BUGS = [
 ]
 
 
-def walk_all(machine: type[SchedulerMachine], num_seeds: int) -> None:
+def walk_all(machine: type[SchedulerMachine], num_seeds: int, *, has_masks: bool = False) -> None:
     for seed in range(num_seeds):
-        walk(machine(), seed)
+        walk(machine(), seed, has_masks=has_masks)
 
 
+@pytest.mark.parametrize("has_masks", [False, True])
 @pytest.mark.parametrize("num_seeds", [30, pytest.param(2000, marks=pytest.mark.thorough)])
-def test_two_failures_at_once_cost_no_page_and_no_right_token(num_seeds: int) -> None:
+def test_two_failures_at_once_cost_no_page_and_no_right_token(
+    num_seeds: int, has_masks: bool
+) -> None:
     SchedulerMachine.seen.clear()
-    walk_all(SchedulerMachine, num_seeds)
+    walk_all(SchedulerMachine, num_seeds, has_masks=has_masks)
     wanted = ["failed before a step alone", "dropped steps", "preemptions", "probes", "copies"]
     wanted += ["failed requests", "failed after the first tokens", "superfluous rows"]
+    wanted += ["failed steps with masks", "failed grammars"] if has_masks else []
     assert min(SchedulerMachine.seen[each] for each in wanted) >= 5, SchedulerMachine.seen
 
 
@@ -343,6 +351,54 @@ def test_walks_find_planted_bug_of_the_loop(
     machine = type(f"{bug.__name__}Machine", (SchedulerMachine,), {"loop_class": bug})
     with pytest.raises((AssertionError, ValueError)):
         walk_all(machine, num_seeds)
+
+
+@instead_of(Scheduler, "_advance")
+def masks_outlive_their_tokens(right: Right, self: Scheduler, choice: Choice, token: Any) -> Any:
+    """A choice need not wait for a mask, since it still has one."""
+    allowed = choice.allowed
+    delta = right(self, choice, token)
+    choice.allowed = allowed
+    return delta
+
+
+@instead_of(TokenMasks, "_followed")
+def late_masks_are_taken(right: Right, self: TokenMasks, text: Any, bug: Any) -> None:
+    """A first token may have come from a prefill worker while the mask before it was computed."""
+    text.output = tuple(text.choice.output)
+    right(self, text, bug)
+
+
+@instead_of(StepPlan, "engine_step")
+def masks_are_of_other_seats(right: Right, *args: Any, **options: Any) -> Any:
+    step = right(*args, **options)
+    others = reversed(step.allowed.values())
+    return replace(step, allowed=dict(zip(step.allowed, others, strict=True)))
+
+
+@instead_of(StepPlan, "engine_step")
+def steps_again_have_no_masks(right: Right, *args: Any, is_again: bool) -> Any:
+    """What failed, or followed a failed step, is drawn as if there were no grammars."""
+    step = right(*args, is_again=is_again)
+    return replace(step, allowed={}) if is_again else step
+
+
+# (bug, seeds within which it is found)
+MASK_BUGS = [
+    (masks_outlive_their_tokens, 5),
+    (late_masks_are_taken, 40),
+    (masks_are_of_other_seats, 20),
+    (steps_again_have_no_masks, 20),
+]
+
+
+@pytest.mark.parametrize(("plant", "num_seeds"), MASK_BUGS)
+def test_walks_find_planted_bug_of_masks(
+    plant: Plant, num_seeds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match="a wrong token"):
+        walk_all(SchedulerMachine, num_seeds, has_masks=True)
 
 
 def scheduler_with(num_pages: int, max_running_sequences: int = 64) -> Scheduler:

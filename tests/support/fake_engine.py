@@ -8,12 +8,13 @@ what they must be. One oracle thus checks pool, tree, transfer and resumption at
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from grammars.bits import TokenBits
 from kv_cache.layout import KVLayout, num_pages_for
 from kv_cache.page_pool import PageState
 from kv_cache.page_storage import PageBytes
@@ -103,11 +104,15 @@ def fake_tokens(
     model: FakeModel,
     choice: int = 0,
     max_context_tokens: int | None = None,
+    allowed_after: Callable[[Sequence[int]], TokenBits | None] = lambda output: None,
 ) -> list[int]:
     """Return all tokens that a request must get: the oracle, a pure function of tokens.
 
     The list ends with the end or stop token where there is one, or after `max_tokens`, or when
     prompt and output fill the context.
+
+    Args:
+        allowed_after: Returns the only tokens that may follow an output; None: any may.
     """
     end_tokens = params.stop_token_ids + (() if params.ignore_eos else model.eos_token_ids)
     seed = choice_seed(params.seed, choice)
@@ -124,6 +129,7 @@ def fake_tokens(
             prompt_token_ids=prompt,
             output_token_ids=tokens,
             banned_token_ids=end_tokens if len(tokens) < params.min_tokens else (),
+            allowed=allowed_after(tokens),
         )
         token_id = model.draw(b"".join(slots), draw).token_id
         tokens.append(token_id)
