@@ -164,6 +164,9 @@ def _work(pieces: list[_Piece], done: list[_Done], clock: Callable[[], float]) -
             piece.work()
         except Exception as error:  # a bug in one piece must not lose the others
             found = error
+        except BaseException as error:  # nor must a panic of the library, which is no Exception
+            found = RuntimeError(f"work on a grammar ended with {type(error).__name__}: {error}")
+            found.__cause__ = error
         now = clock()
         done.append(_Done(found, now - begun_at))
         if now >= end:

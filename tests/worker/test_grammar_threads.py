@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.kv_transfer.pair import Panic
 from tests.support.virtual_time import run_inline, run_virtual
 from worker import grammar_threads
 from worker.background import BackgroundTasks
@@ -155,9 +156,10 @@ def test_short_work_of_many_shares_a_turn() -> None:
     assert done == list(range(100))
 
 
-def test_an_error_is_told_to_whoever_asked() -> None:
+@pytest.mark.parametrize("kind", [ValueError, Panic])
+def test_an_error_is_told_to_whoever_asked(kind: type[BaseException]) -> None:
     def fails() -> None:
-        raise ValueError("planted")
+        raise kind("planted")
 
     async def main() -> None:
         threads = GrammarThreads(run_inline, BackgroundTasks())
@@ -168,7 +170,8 @@ def test_an_error_is_told_to_whoever_asked() -> None:
             return_exceptions=True,
         )
         assert found[0::2] == [1, 3]
-        assert str(found[1]) == "planted"
+        assert isinstance(found[1], Exception)
+        assert "planted" in str(found[1])
 
     run_virtual(main())
 
