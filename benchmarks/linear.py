@@ -11,6 +11,7 @@ Then all are timed. Method: Llama-3-8B's weight shapes, bfloat16, random data; t
 graph; 256 MB are written between runs, so that the L2 cache is cold; time from events around the
 replay; tiles and torch take turns, so that all see the same clocks; median. "tbps" counts the
 weights' bytes, "tflops" all operations. A star marks the tile that `linear` chooses in a graph.
+"kernels" are those that torch launches, by its profiler; their names tell cuBLAS' tiles.
 """
 
 import argparse
@@ -25,11 +26,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
 from attn_kernels.linear.launch import Tile, linear, shipped_tile, shipped_tiles
 from attn_kernels.linear.launch_triton import LinearTile
 from benchmarks.measured_host import add_commit, conditions
 from benchmarks.result_file import write_result
+from benchmarks.step_profile import spans_of
 
 # name |-> (num_out, num_in)
 WEIGHTS = {
@@ -59,6 +62,7 @@ class Timing:
     us: float
     tbps: float  # 10**12 bytes of weights per second
     tflops: float
+    kernels: tuple[str, ...] = ()  # torch's
 
 
 class Bench:
@@ -101,6 +105,15 @@ class Bench:
         for name, start, end in events:
             times[name].append(start.elapsed_time(end) * 1000)
         return {name: statistics.median(each) for name, each in times.items()}
+
+    def kernels_of(self, launch: Callable[[], object]) -> tuple[str, ...]:
+        """Return the names of the kernels that a launch runs."""
+        launch()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            launch()
+            torch.cuda.synchronize()
+        return tuple(span.name for span in spans_of(profiler.events()))
 
 
 def name_of(tile: Tile) -> str:
@@ -148,6 +161,7 @@ def time_case(
     for tile in tiles:
         if tile == shipped or is_worth_timing(tile, num_rows):
             launches[name_of(tile)] = partial(linear, x, weight, tile=tile)
+    kernels = {TORCH: bench.kernels_of(launches[TORCH])}
     return [
         Timing(
             weight=weight_name,
@@ -157,6 +171,7 @@ def time_case(
             us=round(us, 2),
             tbps=round(weight.nbytes / us / 1e6, 3),
             tflops=round(2 * num_rows * weight.numel() / us / 1e6, 1),
+            kernels=kernels.get(name, ()),
         )
         for name, us in sorted(bench.times_us(launches).items(), key=lambda each: each[1])
     ]
@@ -214,7 +229,7 @@ def main() -> None:
                 mark = "*" if each.is_shipped else " "
                 print(
                     f"{weight_name:8} {num_rows:5} {mark}{each.tile:28} {each.us:9.1f} us "
-                    f"{each.tbps:6.2f} TB/s {each.tflops:6.0f} TFLOP/s",
+                    f"{each.tbps:6.2f} TB/s {each.tflops:6.0f} TFLOP/s {' '.join(each.kernels)}",
                     flush=True,
                 )
             if arguments.out is not None:  # after each case: a run may be cut short

@@ -42,6 +42,9 @@ class Rehearsal(Bench):
             launch()
         return {name: index + 1.0 for index, name in enumerate(launches)}
 
+    def kernels_of(self, launch: Callable[[], object]) -> tuple[str, ...]:
+        return ("nvjet",)
+
 
 @pytest.fixture(autouse=True)
 def small_and_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -87,6 +90,7 @@ def test_every_tile_worth_it_is_timed_and_the_choices_are_marked() -> None:
     assert names[0] == "torch"
     assert {name_of(tile) for tile in TILES if tile.block_m <= 64} <= set(names)
     assert [each.us for each in timings[: len(names)]] == [i + 1.0 for i in range(len(names))]
+    assert [each.tile for each in timings if each.kernels == ("nvjet",)] == ["torch", "torch"]
     (shipped,) = (each for each in timings if each.is_shipped and each.weight == "lm_head")
     assert shipped.tflops == round(2 * 17 * 136 * 24 / shipped.us / 1e6, 1)
     line = summary(timings, 17)
