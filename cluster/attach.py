@@ -17,6 +17,7 @@ from cluster.placement import CONTROLLER_NAME, ROUTER_NAME
 from cluster.private_folder import TOKEN_PATH_VARIABLE
 from cluster.ray_actors import NAMESPACE
 from cluster.ray_address import check_ray_answers
+from cluster.ray_driver import unobtrusive_driver
 from cluster.served import served_clusters
 from observability.last_line import last_line
 from observability.logs import fields
@@ -37,12 +38,13 @@ def attach_ray(address: str, *, shows_worker_logs: bool) -> None:
     """
     check_ray_answers(address)
     try:
-        ray.init(
-            address=address,
-            namespace=NAMESPACE,
-            log_to_driver=shows_worker_logs,
-            logging_level=logging.WARNING,
-        )
+        with unobtrusive_driver():
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                log_to_driver=shows_worker_logs,
+                logging_level=logging.WARNING,
+            )
     except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
         raise StartError(f"cannot attach to Ray at {address}: {error}") from error
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":

@@ -1,12 +1,14 @@
 """Questions to a cluster that may still start; Ray is a fake with a clock."""
 
+import signal
 from types import SimpleNamespace
 
 import pytest
 import ray
+from ray._private import utils as ray_utils
 
 from cluster import attach
-from cluster.attach import START_TIMEOUT_S, ask, ask_starting, look, router_calls
+from cluster.attach import START_TIMEOUT_S, ask, ask_starting, attach_ray, look, router_calls
 from cluster.errors import StartError
 from observability.last_line import last_line
 
@@ -26,6 +28,30 @@ class Clock:
     def _wait(self, calls, timeout):
         self.now = max(self.now, min(self.now + timeout, self.answers_at))
         return (calls, []) if self.now >= self.answers_at else ([], calls)
+
+
+def blocked_signals():
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_ray_learns_no_command_line_and_leaves_sigterm_alone(monkeypatch):
+    told = []
+
+    def init(**_):
+        told.append(ray_utils.get_entrypoint_name())
+        told.append(signal.SIGTERM in blocked_signals())
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    monkeypatch.setattr(attach, "check_ray_answers", lambda address: None)
+    monkeypatch.setattr(ray, "init", init)
+    before = signal.getsignal(signal.SIGTERM), blocked_signals(), ray_utils.get_entrypoint_name()
+
+    attach_ray("127.0.0.1:6379", shows_worker_logs=False)
+
+    assert told == ["pagewire", True]
+    after = signal.getsignal(signal.SIGTERM), blocked_signals(), ray_utils.get_entrypoint_name()
+    assert after == before
+    assert "pytest" in after[-1], "a command line, which Ray would show"
 
 
 @pytest.mark.parametrize(("answers_at", "said"), [(0.5, []), (8.0, []), (90.0, WAITING)])
