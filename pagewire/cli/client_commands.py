@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
@@ -197,7 +197,7 @@ def generate(
     as_json: JsonFlag = False,
 ) -> None:
     """Continue a text, streaming; usage goes to standard error."""
-    text = _decoded(sys.stdin.buffer.read(), 0) if prompt == "-" else prompt
+    text = _decoded(_standard_input().read(), 0) if prompt == "-" else prompt
     options = SamplingOptions(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -421,6 +421,12 @@ def _with_flags_of(
     return run
 
 
+def _standard_input() -> BinaryIO:
+    if sys.stdin is None:
+        raise refused("standard input", "none, as it is closed", "text in UTF-8")
+    return sys.stdin.buffer
+
+
 def _decoded(content: bytes, offset: int) -> str:
     """Decode bytes that standard input has at an offset."""
     try:
@@ -493,7 +499,8 @@ def _long_wait_shown() -> Iterator[None]:
 
 
 def _questions() -> Iterator[str]:
-    if sys.stdin.isatty():
+    lines = _standard_input()
+    if lines.isatty():
         try:
             while question := input("> ").strip():
                 yield question
@@ -504,7 +511,7 @@ def _questions() -> Iterator[str]:
             raise
         return
     offset = 0
-    for line in sys.stdin.buffer:
+    for line in lines:
         if question := _decoded(line, offset).strip():
             yield question
         offset += len(line)

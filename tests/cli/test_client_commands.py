@@ -536,6 +536,16 @@ def test_output_that_cannot_be_written_ends_a_command_with_one_line(command):
     assert (result.returncode, result.stderr) == (1, f"error: {reason}\n")
 
 
+@pytest.mark.parametrize("command", [["generate", "-"], ["chat"]], ids=["generate", "chat"])
+def test_a_closed_input_is_told_in_one_line(command):
+    with serving_in_thread(answer) as (address, _):
+        closed = ["sh", "-c", 'exec "$@" <&-', "sh", *PAGEWIRE, *command, "--address", address]
+        result = subprocess.run(closed, capture_output=True, text=True, timeout=WAIT_S)
+
+    told = "error: standard input: found none, as it is closed; allowed: text in UTF-8\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", told)
+
+
 def test_a_closed_output_is_told_before_anything_is_asked():
     closed = ["sh", "-c", 'exec "$@" >&-', "sh", *PAGEWIRE, "generate", "x"]
     result = subprocess.run(closed, stderr=subprocess.PIPE, text=True, timeout=WAIT_S)
