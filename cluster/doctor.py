@@ -5,6 +5,7 @@ The checks are functions of facts, which host_facts.py gathers; so tests can pla
 
 import http.client
 import re
+import shlex
 import ssl
 import time
 from dataclasses import dataclass
@@ -379,7 +380,9 @@ def check_model(model_dir: Path, device: str) -> Finding:
         if device == "cuda":
             check_kernels(model_dir)
     except ConfigError as error:
-        remedy = f"hf download ORGANISATION/MODEL --local-dir {model_dir}"
+        has_gguf = model_dir.is_file() or any(model_dir.glob("*.gguf"))
+        folder = shlex.quote(str(model_dir))
+        remedy = "" if has_gguf else f"hf download ORGANISATION/MODEL --local-dir {folder}"
         return Finding(check="model", level="fail", found=str(error), remedy=remedy)
     return Finding(check="model", level="ok", found=f"{model_dir} can be served")
 

@@ -250,6 +250,20 @@ def test_nothing_is_told_of_a_torch_that_cannot_be_imported():
     assert found["nccl"].found == "not needed: torch cannot be imported"
 
 
+def test_a_download_is_advised_where_it_helps(tmp_path):
+    (tmp_path / "two").mkdir()
+    for name in ("two/a.gguf", "two/b.gguf", "cut.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+
+    remedies = {
+        name: findings(CPU_HOST, model=tmp_path / name)["model"].remedy
+        for name in ("two", "cut.gguf", "not there")
+    }
+
+    download = f"hf download ORGANISATION/MODEL --local-dir '{tmp_path}/not there'"
+    assert remedies == {"two": "", "cut.gguf": "", "not there": download}
+
+
 def test_a_gguf_file_is_examined_as_any_model():
     path = trained_model()
     assert path, f"run `{INSTALL_TRAINED}`, as `make test` does"
