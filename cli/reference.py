@@ -84,7 +84,8 @@ ENVIRONMENT = {  # variables that Pagewire itself reads
     "checks it",
     "RAY_TMPDIR": "Folder in which `serve`, `up` and `demo` create `pagewire-UID`, which only "
     "their user can enter, for sockets, logs (`ray/session_latest/logs`) and token of the Ray that "
-    "they start; unset: `/tmp`",
+    "they start. An absolute path in ASCII, and short, since a socket's path has at most 107 "
+    "bytes; unset: `/tmp`",
     "XDG_CACHE_HOME": "Folder of the user's caches; unset or empty: `~/.cache`",
 }
 

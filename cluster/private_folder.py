@@ -25,9 +25,12 @@ def private_folder() -> Path:
     """Return the folder of this user's clusters on this host; make it if it is not there.
 
     Raises:
-        StartError: Somebody else could read or change what is in it.
+        StartError: Somebody else could read or change what is in it, or Ray takes no such path.
     """
-    folder = Path(os.environ.get("RAY_TMPDIR") or DEFAULT_PARENT) / f"pagewire-{os.geteuid()}"
+    parent = os.environ.get("RAY_TMPDIR") or DEFAULT_PARENT
+    if not (parent.startswith("/") and parent.isascii()):
+        raise StartError(f"RAY_TMPDIR: found {parent!r}; allowed: an absolute path in ASCII")
+    folder = Path(parent) / f"pagewire-{os.geteuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()  # not what a link leads to

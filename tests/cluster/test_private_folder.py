@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,15 @@ def test_the_folder_is_its_owners_alone_and_stays(tmp_path):
     assert folder == tmp_path / f"pagewire-{os.geteuid()}"
     assert folder.stat().st_mode & 0o777 == 0o700
     assert private_folder() == folder
+
+
+@pytest.mark.parametrize("parent", ["there", "./there", "/tmp/là"])
+def test_a_path_that_ray_does_not_take_is_refused_by_the_name_of_its_variable(monkeypatch, parent):
+    monkeypatch.setitem(os.environ, "RAY_TMPDIR", parent)
+
+    told = f"RAY_TMPDIR: found '{parent}'; allowed: an absolute path in ASCII"
+    with pytest.raises(StartError, match=f"^{re.escape(told)}$"):
+        private_folder()
 
 
 def others_may_enter(path):
