@@ -31,7 +31,13 @@ MAX_MODEL_NAME_CHARS = 1024  # as protos/inference.proto says it
 
 
 def _is_model(model: Any) -> bool:
-    return model is None or (isinstance(model, str | Path) and model != "")  # "": this folder
+    is_path = isinstance(model, str | Path) and model != ""  # "": this folder
+    return model is None or (is_path and _is_utf8(str(model)))
+
+
+def _is_utf8(text: str) -> bool:
+    """Return whether Ray can carry a text; bytes of paths that are not UTF-8 are surrogates."""
+    return not any("\ud800" <= each <= "\udfff" for each in text)
 
 
 def _is_name(value: object) -> bool:
@@ -72,7 +78,7 @@ class ClusterConfig:
         "Checkpoint folder (config.json, safetensors, tokenizer.json), GGUF file, or folder with "
         "one.",
         accepts=_is_model,
-        accepted="the path of a checkpoint folder or GGUF file",
+        accepted="the path of a checkpoint folder or GGUF file, in UTF-8",
     )
     model_paths: Mapping[str, str] | None = option(
         None,

@@ -274,6 +274,10 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("served_model_name: [a]", ["served_model_name: found ['a']; allowed: a text of at most"]),
         ("model: 5", ["model: found 5; allowed: the path of a checkpoint folder or GGUF file"]),
         (
+            r'model: "/a\xff\udcff"',
+            [r"model: found '/aÿ\udcff'; allowed: the path of a checkpoint"],
+        ),
+        (
             'model: ""',
             [
                 "cluster.yaml, line 1: model: found ''; "
