@@ -1,6 +1,7 @@
 """The command that runs a separate HTTP gateway: pagewire gateway."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -140,7 +141,9 @@ async def _serve(
     routers = f"the {name} at {', '.join(router)}"
 
     async def tell_ready() -> None:
-        await server.wait_ready(lambda reason: say(f"waiting for {routers}: {reason}"))
+        await server.wait_ready(
+            lambda reason: say(f"waiting for {routers}: {_with_own_flags(reason)}")
+        )
         url = http_url(config, address)
         say(f"ready: HTTP on {url}/v1, chat page at {url}/, for {routers}")
 
@@ -151,6 +154,11 @@ async def _serve(
     await server.stop(config.stop_grace_s)
     await asyncio.to_thread(stop_tracing)
     say("stopped")
+
+
+def _with_own_flags(reason: str) -> str:
+    """Turn the flags of clients, which errors of the connection recommend, into the gateway's."""
+    return re.sub(r"--(tls|(?:authority|certificate)-file|server-name)\b", r"--router-\1", reason)
 
 
 def _takes(path: str) -> bool:

@@ -216,6 +216,23 @@ def test_it_connects_and_serves_over_tls(tmp_path):
     assert "PRIVATE KEY" not in errors
 
 
+@pytest.mark.parametrize("trusts", [False, True], ids=["in clear", "another authority"])
+def test_a_router_to_which_it_cannot_connect_is_told_by_its_own_flags(tmp_path, trusts):
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    flags = ("--router-authority-file", other.file) if trusts else ()
+    with serving_in_thread(hello, front_door(authority.settings())) as (router, _):
+        command = [sys.executable, "-m", "cli", "gateway", "--router", router, "--port", "0"]
+        process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True)
+        said = process.stdout.readline()
+        process.terminate()
+        process.communicate(timeout=20)
+
+    remedy = (
+        "see tls.authority_file, or --router-authority-file, for" if trusts else "--router-tls\n"
+    )
+    assert f" {remedy}" in said
+
+
 @pytest.mark.parametrize("knows", ["nobody", "certificates", *rarely("whoever connects")])
 def test_where_other_hosts_can_connect_it_must_know_its_clients(tmp_path, knows):
     authority = Authority(tmp_path)
