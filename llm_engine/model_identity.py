@@ -1,9 +1,9 @@
 """Tells two models apart without reading all of either: hosts must have copies of the same one."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from grammars.tokenizer_file import TOKENIZER_FILE, tokenizer_digest
 from llm_engine.checkpoint import fingerprint
 from llm_engine.errors import CheckpointMissing
 from llm_engine.model_files import open_model
@@ -16,7 +16,7 @@ class ModelIdentity:
     """Equal for copies of a model that give the same tokens."""
 
     weights: str  # and configuration; see llm_engine.checkpoint.fingerprint
-    tokenizer: str  # digest of tokenizer.json
+    tokenizer: str  # see grammars.tokenizer_file
 
     def differences(self, other: "ModelIdentity") -> str:
         """Return how another model differs, in words; empty: it is the same one."""
@@ -39,12 +39,8 @@ def read_identity(model: Path) -> ModelIdentity:
         OSError: A file cannot be read.
     """
     files = open_model(model)
-    path = files.folder / "tokenizer.json"
-    try:
-        tokenizer = path.read_bytes()
-    except FileNotFoundError as error:
-        raise CheckpointMissing(f"{path}: no such file; the tokenizer must be there") from error
-    return ModelIdentity(
-        weights=fingerprint(files.config, files.tensors),
-        tokenizer=hashlib.blake2b(tokenizer, digest_size=16).hexdigest(),
-    )
+    tokenizer = tokenizer_digest(files.folder)
+    if not tokenizer:
+        path = files.folder / TOKENIZER_FILE
+        raise CheckpointMissing(f"{path}: no such file; the tokenizer must be there")
+    return ModelIdentity(weights=fingerprint(files.config, files.tensors), tokenizer=tokenizer)

@@ -2,11 +2,11 @@
 
 # Raise it by one with each change after which older and newer processes must not serve a request
 # together: a change of a message between them that the other side would misread or miss, of page
-# layout, page hashes, digests or a transport's handshake, or of how a token is drawn (the next
-# worker of a stream continues the draws of the one before it; resume tokens then get another
-# version, too). A field that the other side may ignore needs no new version. Clients are not
-# affected: their contract, protos/inference.proto, stays compatible. The changelog names each new
-# version.
+# layout, page hashes, digests or a transport's handshake, of the tokenizer.json that a GGUF file
+# becomes, or of how a token is drawn (the next worker of a stream continues the draws of the one
+# before it; resume tokens then get another version, too). A field that the other side may ignore
+# needs no new version. Clients are not affected: their contract, protos/inference.proto, stays
+# compatible. The changelog names each new version.
 CONTRACT_VERSION = 6
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 
 from credentials.door import IN_CLEAR
+from grammars.tokenizer_file import tokenizer_digest
 from observability.logs import fields
 from pagewire import ClusterStatus
 from pagewire.wire import status_from
@@ -79,6 +80,7 @@ class Router:
         self.index = PrefixIndex(max_pages=config.max_index_pages)
         self.registry = WorkerRegistry(
             config=config,
+            tokenizer_digest=tokenizer_digest(model_dir) if model_dir is not None else "",
             connect_channel=connect_channel,
             index=self.index,
             on_lost=lambda worker, reason: self.dispatcher.worker_lost(worker, reason),

@@ -126,6 +126,7 @@ async def get_info(channel: grpc.aio.Channel, timeout_s: float) -> WorkerInfo:
         transports=tuple(info.transports),
         page_bytes=info.page_bytes,
         device=info.device,
+        tokenizer_digest=info.tokenizer_digest,
     )
 
 

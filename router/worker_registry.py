@@ -42,6 +42,7 @@ class WorkerRegistry:
         self,
         *,
         config: RouterConfig,
+        tokenizer_digest: str,
         connect_channel: Callable[[WorkerMember], grpc.aio.Channel],
         index: PrefixIndex,
         on_lost: Callable[[Worker, str], None],
@@ -50,11 +51,13 @@ class WorkerRegistry:
 
         Args:
             config: Deadlines.
+            tokenizer_digest: Of the router's own tokenizer.json; empty: it has none.
             connect_channel: Makes a channel to one start of a worker.
             index: Updated from the caches of living workers.
             on_lost: Called with the reason when a worker that was in use becomes DEAD.
         """
         self._config = config
+        self._tokenizer_digest = tokenizer_digest
         self._connect_channel = connect_channel
         self._index = index
         self._on_lost = on_lost
@@ -240,6 +243,7 @@ class WorkerRegistry:
         watch = WorkerWatch(
             worker,
             config=self._config,
+            tokenizer_digest=self._tokenizer_digest,
             index=self._index,
             adopt_model=self._adopt_model,
             on_change=self._notify,

@@ -17,6 +17,7 @@ class WorkerInfo:
     transports: tuple[str, ...]  # for pages, best first
     page_bytes: int  # 0: it did not say
     device: str  # its type; empty: it did not say
+    tokenizer_digest: str  # of its tokenizer.json; empty: it did not say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,6 +34,7 @@ class WorkerWatch:
     Args:
         worker: The entry.
         config: Deadlines.
+        tokenizer_digest: Of the router's own tokenizer.json; empty: it has none.
         index: Updated from the worker's cache.
         adopt_model: Takes the worker's model, or raises WorkerGone if others serve another one.
         on_change: Called when the worker's state has changed.
@@ -44,12 +45,14 @@ class WorkerWatch:
         worker: Worker,
         *,
         config: RouterConfig,
+        tokenizer_digest: str,
         index: PrefixIndex,
         adopt_model: Callable[[Worker, ServedModel], None],
         on_change: Callable[[], None],
     ) -> None:
         self._worker = worker
         self._config = config
+        self._tokenizer_digest = tokenizer_digest
         self._index = index
         self._adopt_model = adopt_model
         self._on_change = on_change
@@ -72,6 +75,7 @@ class WorkerWatch:
         if info.pool != worker.member.pool:
             raise WorkerGone(f"is in pool {info.pool}, was announced as {worker.member.pool}")
         self._check_contract(info.contract_version)
+        self._check_tokenizer(info.tokenizer_digest)
         self._adopt_model(worker, info.model)
         worker.device = info.device
         worker.receive_s_per_token = self._receive_s_per_token(info)
@@ -93,6 +97,12 @@ class WorkerWatch:
         if difference := contract_difference(version, self._config.contract_version):
             self._worker.misfit = difference
             raise WorkerGone(difference)
+
+    def _check_tokenizer(self, digest: str) -> None:
+        """Refuse a worker whose tokens would be other words here."""
+        if digest and self._tokenizer_digest and digest != self._tokenizer_digest:
+            self._worker.misfit = "another tokenizer.json than this router's"
+            raise WorkerGone(self._worker.misfit)
 
     def _receive_s_per_token(self, info: WorkerInfo) -> float:
         config = self._config

@@ -36,6 +36,7 @@ class ModelInfo:
     max_context_tokens: int  # longest prompt plus output; see `within`
     eos_token_ids: tuple[int, ...]
     text_folder: Path | None = None  # with its tokenizer.json; None: no constraints
+    tokenizer_digest: str = ""  # of that file
 
     def within(self, num_slots: int) -> "ModelInfo":
         """Return the model with the context that a pool of `num_slots` token slots can serve.

@@ -17,6 +17,7 @@ from credentials.cluster import ClusterCredentials
 from credentials.door import ClusterLinks
 from credentials.gate import ServerGate
 from credentials.secret import PartyKeys
+from grammars.tokenizer_file import tokenizer_digest
 from kv_transfer.transport import open_transports
 from llm_engine.load_progress import ReportLoaded
 from observability.cluster_metrics import WorkerCollector
@@ -247,12 +248,14 @@ def _load(settings: WorkerSettings, report_loaded: ReportLoaded) -> tuple["Engin
         ),
         report_loaded=report_loaded,
     )
+    folder = text_folder(settings.model_dir)
     model = ModelInfo(
         name=settings.served_model_name,
         fingerprint=engine.layout.model_fingerprint,
         vocab_size=engine.config.vocab_size,
         max_context_tokens=engine.config.max_context_tokens,
         eos_token_ids=engine.config.eos_token_ids,
-        text_folder=text_folder(settings.model_dir),
+        text_folder=folder,
+        tokenizer_digest=tokenizer_digest(folder),
     )
     return engine, model

@@ -99,6 +99,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             page_bytes=layout.page_bytes,
             transports=[transport.name for transport in own.transports],
             device=own.identity.device,
+            tokenizer_digest=model.tokenizer_digest,
         )
 
     async def Watch(

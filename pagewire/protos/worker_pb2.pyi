@@ -13,7 +13,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("worker", "pool", "model", "model_fingerprint", "eos_token_ids", "num_pages", "page_bytes", "transports", "device")
+    __slots__ = ("worker", "pool", "model", "model_fingerprint", "eos_token_ids", "num_pages", "page_bytes", "transports", "device", "tokenizer_digest")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class GetInfoResponse(_message.Message):
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     worker: _common_pb2.WorkerRef
     pool: _common_pb2.Pool
     model: _inference_pb2.Model
@@ -32,7 +33,8 @@ class GetInfoResponse(_message.Message):
     page_bytes: int
     transports: _containers.RepeatedScalarFieldContainer[str]
     device: str
-    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., pool: _Optional[_Union[_common_pb2.Pool, str]] = ..., model: _Optional[_Union[_inference_pb2.Model, _Mapping]] = ..., model_fingerprint: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ...) -> None: ...
+    tokenizer_digest: str
+    def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerRef, _Mapping]] = ..., pool: _Optional[_Union[_common_pb2.Pool, str]] = ..., model: _Optional[_Union[_inference_pb2.Model, _Mapping]] = ..., model_fingerprint: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_pages: _Optional[int] = ..., page_bytes: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ()

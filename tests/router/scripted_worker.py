@@ -141,6 +141,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
     max_context_tokens: int = 512
     max_choices: int = 64
     device: str = "cpu"
+    tokenizer_digest: str = ""
     heartbeat: dict[str, Any] = field(default_factory=dict)  # fields of the next ones
     is_silent: bool = False
     is_leaving: bool = False  # as the membership says
@@ -195,6 +196,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
             model_fingerprint=self.fingerprint,
             eos_token_ids=[EOS],
             device=self.device,
+            tokenizer_digest=self.tokenizer_digest,
         )
 
     async def Watch(  # noqa: N802

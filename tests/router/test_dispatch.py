@@ -14,6 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from grammars.tokenizer_file import tokenizer_digest
 from kv_cache.page_hash import page_hashes
 from observability.logs import ATTRIBUTE
 from options.option import WrongOptions, told_value
@@ -1302,6 +1303,26 @@ def test_a_worker_with_another_model_is_not_used_and_the_difference_is_named() -
             assert tested.state("decode-0") == "READY"
             reason = "a model other than that of decode-0: fingerprint is 'other', not 'f'"
             assert tested.router.registry.misfits() == {"decode-1": reason}
+
+    run_virtual(main())
+
+
+def test_a_worker_with_another_tokenizer_than_the_routers_gets_no_request(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    own = tokenizer_digest(tmp_path)
+    told = {"decode-0": "another", "decode-1": own, "decode-2": ""}  # an older release tells none
+    workers = [ScriptedWorker(name, tokenizer_digest=digest) for name, digest in told.items()]
+
+    async def main() -> None:
+        async with running_router(model_dir=tmp_path) as tested:
+            for worker in workers:
+                await tested.serve(worker)
+            await tested.router.set_workers([each.member for each in workers])
+            await asyncio.sleep(1.0)
+            reason = "another tokenizer.json than this router's"
+            assert tested.router.registry.misfits() == {"decode-0": reason}
+            states = {each.worker_id: each.state for each in tested.router.cluster_status().workers}
+            assert states == {"decode-0": "dead", "decode-1": "ready", "decode-2": "ready"}
 
     run_virtual(main())
 

@@ -88,6 +88,7 @@ async def scenario(process: "subprocess.Popen[str]") -> None:
     lost: list[str] = []
     registry = WorkerRegistry(
         config=RouterConfig(),
+        tokenizer_digest="",
         connect_channel=lambda member: grpc.aio.insecure_channel(
             member.address, options=WORKER_CHANNEL_OPTIONS
         ),

@@ -26,6 +26,7 @@ def run(scenario: Callable[[WorkerRegistry], Awaitable[None]]) -> None:
         network = MemoryNetwork()
         registry = WorkerRegistry(
             config=RouterConfig(),
+            tokenizer_digest="",
             connect_channel=lambda member: network.channel(member.address),
             index=PrefixIndex(max_pages=10),
             on_lost=lambda worker, reason: None,

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from grammars.tokenizer_file import tokenizer_digest
 from llm_engine.sampling import SamplingParams
 from pagewire.protos import worker_pb2, worker_pb2_grpc
 from pagewire.protos.token_ids import pack_token_ids
@@ -75,8 +76,9 @@ def test_a_process_whose_engine_is_lost_says_so_to_its_callers_and_then_to_its_a
     asyncio.run(scenario())
 
 
-def test_a_process_tells_routers_the_type_of_its_device(tmp_path: Path) -> None:
+def test_a_process_tells_routers_the_type_of_its_device_and_its_tokenizer(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
 
     async def scenario() -> None:
         members: list[Any] = []
@@ -87,6 +89,7 @@ def test_a_process_tells_routers_the_type_of_its_device(tmp_path: Path) -> None:
             info = await get_info(channel, 5.0)
         await process.stop(0.0)
         assert info.device == "cpu"
+        assert info.tokenizer_digest == tokenizer_digest(tmp_path) != ""
 
     asyncio.run(scenario())
 
