@@ -79,7 +79,9 @@ class ArgumentsReader:
         if self._text.startswith('"'):
             if end < 0:
                 return [], None
-            return self._part(_unquoted(self._text[:end])), self._text[end:]
+            written = self._text[:end]
+            unquoted = _unquoted(written)
+            return self._part(written if unquoted is None else unquoted), self._text[end:]
         until = end if end >= 0 else len(self._text)
         new, self._num_sent = self._text[self._num_sent : until], until
         return self._part(new), (self._text[end:] if end >= 0 else None)
@@ -133,9 +135,10 @@ class JsonCall:
         if self._arguments is not None:
             arguments = self._text[before : end if end >= 0 else None]
         elif head := self._head():
+            name, begin = head
             self._arguments = ArgumentsReader(self._index)
-            parts.append(CallBegins(self._index, self._new_id(), json.loads(head[1])))
-            arguments = self._text[head.end() : end if end >= 0 else None]
+            parts.append(CallBegins(self._index, self._new_id(), name))
+            arguments = self._text[begin : end if end >= 0 else None]
         if self._arguments is not None and not self._has_arguments:
             more, rest = self._arguments.push(arguments)
             parts += more
@@ -146,11 +149,12 @@ class JsonCall:
             parts += self._whole(self._text[:end], self._text[end:])
         return parts, self._text[end:]
 
-    def _head(self) -> re.Match[str] | None:
-        if len(self._text) > _MAX_HEAD_CHARS:
+    def _head(self) -> tuple[str, int] | None:
+        """Return the function's name, and where its arguments begin; None: not known yet."""
+        if len(self._text) > _MAX_HEAD_CHARS or not (head := _HEAD.match(self._text)):
             return None
-        head = _HEAD.match(self._text)
-        return head if head and self._is_tool(_unquoted(head[1])) else None
+        name = _unquoted(head[1])
+        return (name, head.end()) if name is not None and self._is_tool(name) else None
 
     def _whole(self, text: str, rest: str) -> list[Part]:
         """Read an object whose keys have another order, or that has no arguments."""
@@ -169,9 +173,9 @@ class JsonCall:
         return [begins, CallArguments(self._index, arguments)]
 
 
-def _unquoted(string: str) -> str:
-    """Return the text of a JSON string; one that is none stays as it is."""
+def _unquoted(string: str) -> str | None:
+    """Return the text of a JSON string; None: it is none, as with an escape of Markdown."""
     try:
         return str(json.loads(string))
     except ValueError:
-        return string
+        return None

@@ -74,6 +74,11 @@ HERMES = {
         [],
     ),
     "broken JSON": ("<tool_call>{name: f}</tool_call>", "<tool_call>{name: f}</tool_call>", []),
+    "a name with an escape of Markdown": (
+        '<tool_call>{"name": "get\\_time", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "get\\_time", "arguments": {}}</tool_call>',
+        [],
+    ),
     "cut in the tag": ("a <tool_c", "a <tool_c", []),
     "cut in the head": ('<tool_call>{"name": "f', '<tool_call>{"name": "f', []),
     "cut in the arguments": (
@@ -136,6 +141,11 @@ MISTRAL = {
         [("f", "{}")],
     ),
     "one object": ('[TOOL_CALLS]{"name": "f", "arguments": {}}', "", [("f", "{}")]),
+    "a name with an escape of Markdown": (
+        '[TOOL_CALLS]{"name": "get\\_time", "arguments": {}}',
+        '{"name": "get\\_time", "arguments": {}}',
+        [],
+    ),
     "the newer form": ('[TOOL_CALLS]f[ARGS]{"a": "]"}', "", [("f", '{"a": "]"}')]),
     "the newer form with ids": (
         '[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{"a": 1}[TOOL_CALLS]time[ARGS]{}',
