@@ -14,7 +14,7 @@ from http_gateway.messages import Tools, chat_field, read_messages, take_tools
 from http_gateway.parts import CallArguments, CallBegins, Content, Part, Reasoning
 from http_gateway.sampling import field_name, take_sampling
 from http_gateway.shared_fields import StreamOptions, drop_without_effect, take_stream_options
-from http_gateway.sse import DONE, Chunks, compact, quoted
+from http_gateway.sse import DONE, Chunks, compact, json_bytes, quoted
 from http_gateway.token_texts import TokenTexts, chat_logprobs, drawn_tokens
 from http_gateway.wire import RouterLink
 from pagewire import Model
@@ -165,7 +165,7 @@ class _ChatAnswer:
                 chunks.chunk(each) for _, response in batch for each in self._deltas(response)
             )
             if events:
-                await exchange.send_events(events.encode())
+                await exchange.send_events(json_bytes(events))
         last = chunks.usage(self._usage()).encode() if delivery.has_usage else b""
         await exchange.end_events(last + DONE)
 

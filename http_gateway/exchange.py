@@ -1,7 +1,6 @@
 """One request and its answer: an endpoint's input and output, and their log line."""
 
 import asyncio
-import json
 import logging
 import re
 import secrets
@@ -17,6 +16,7 @@ from http_gateway.config import GatewayConfig
 from http_gateway.errors import CLIENT_CLOSED, SERVER, ClientLeft, HttpError, http_error
 from http_gateway.hosts import check_host
 from http_gateway.http_metrics import Metrics
+from http_gateway.sse import compact, json_bytes
 from observability.logs import fields
 from observability.rare_line import RareLine
 from observability.tracing import NO_SPAN, NoSpan, begin_trace
@@ -165,8 +165,7 @@ class Exchange:
 
     async def answer_json(self, body: object) -> None:
         """Answer with JSON."""
-        encoded = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-        await self.answer(200, encoded, (("content-type", "application/json"),))
+        await self.answer(200, json_bytes(compact(body)), (("content-type", "application/json"),))
 
     async def answer(
         self, status: int, body: bytes, headers: Iterable[tuple[str, str]] = ()

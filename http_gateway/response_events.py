@@ -11,7 +11,7 @@ from typing import Any
 
 from http_gateway.errors import HttpError
 from http_gateway.parts import CallArguments, CallBegins, Content, Part, Reasoning
-from http_gateway.sse import compact
+from http_gateway.sse import compact, json_bytes
 
 _PART_TYPES = {"reasoning": "reasoning_text", "message": "output_text"}
 _DELTAS = {"reasoning": "response.reasoning_text", "message": "response.output_text"}
@@ -104,7 +104,7 @@ class ResponseBuilder:
         """End the response with an error; return the last event."""
         self._status = "failed"
         self._error = {"code": "server_error", "message": error.message}
-        return self._with_response("response.failed").encode()
+        return json_bytes(self._with_response("response.failed"))
 
     def _text(self, kind: str, text: str, logprobs: Sequence[dict[str, Any]]) -> str:
         events = self._open(kind)

@@ -17,6 +17,7 @@ from http_gateway.response_events import ResponseBuilder
 from http_gateway.response_input import Source, input_field, input_messages
 from http_gateway.sampling import field_name, take_sampling
 from http_gateway.shared_fields import drop_without_effect, take_stream
+from http_gateway.sse import json_bytes
 from http_gateway.token_texts import TokenTexts, chat_logprobs, drawn_tokens
 from http_gateway.wire import RouterLink
 from pagewire import Constraint, Model
@@ -183,8 +184,8 @@ class _Answer:
             has_begun = True
             events += "".join(self._add(response) for _, response in batch)
             if events:
-                await exchange.send_events(events.encode())
-        await exchange.end_events(self._builder.end(self._usage()).encode())
+                await exchange.send_events(json_bytes(events))
+        await exchange.end_events(json_bytes(self._builder.end(self._usage())))
 
     def _add(self, response: inference_pb2.GenerateResponse) -> str:
         if self._reader is None:

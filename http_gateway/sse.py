@@ -17,6 +17,11 @@ def compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
+def json_bytes(text: str) -> bytes:
+    """Return JSON as bytes. UTF-8 has no lone surrogates: in its texts they become escapes."""
+    return text.encode(errors="backslashreplace")
+
+
 class Chunks:
     """Makes the chunks of one stream of completions.
 

@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from tests.http_gateway.conftest import openai as client_of
+from tests.http_gateway.raw_http import exchange, request
 
 FORMATS = ("hermes", "llama3_json", "mistral")
 TOOLS = [
@@ -147,6 +148,39 @@ def test_an_answer_that_is_cut_in_a_call_says_so(client, kind):
     )
 
     assert answer.choices[0].finish_reason == "length"
+
+
+HALF_AN_EMOJI = {  # which UTF-8 does not have
+    "a text of arguments": '<tool_call>{"name": "weather", "arguments": "\\ud83d"}</tool_call>',
+    "arguments before the name": (
+        '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "weather"}</tool_call>'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HALF_AN_EMOJI)
+def test_half_an_emoji_in_a_call_is_passed_on_as_it_was_escaped(parrots, name):
+    client, question = client_of(parrots("hermes")), ask(HALF_AN_EMOJI[name])
+    whole = client.chat.completions.create(**question)
+    chunks = list(client.chat.completions.create(**question, stream=True))
+
+    [(_, arguments)] = called(whole.choices[0].message)
+    assert "\ud83d" in arguments
+    deltas = [call for each in chunks for call in each.choices[0].delta.tool_calls or ()]
+    assert "".join(each.function.arguments for each in deltas) == arguments
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_response_repeats_half_an_emoji_of_its_request(parrots, is_stream):
+    schema = {"type": "object", "description": "\ud83d"}
+    tools = [{"type": "function", "name": "weather", "parameters": schema}]
+    body = {"input": "hello", "tools": tools, "tool_choice": "none", "stream": is_stream}
+    address = parrots("hermes").host_and_port
+    answer = exchange(address, request("/v1/responses", json.dumps(body)))
+
+    assert answer.status == 200, answer.body
+    assert b"hello" in answer.body
+    assert b"\\ud83d" in answer.body
 
 
 def test_a_response_has_calls_as_items(client, kind):
