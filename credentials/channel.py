@@ -18,6 +18,8 @@ from credentials.gate import ANSWER_KEY, CALL_KEY, INCARNATION_KEY
 from protos.call_guard import method_named
 from protos.peer_limits import parse_checked
 
+MAX_DIGITS = len(str(2**64))
+
 
 class ProvenChannel(grpc.aio.Channel):  # type: ignore[misc] # gRPC has no types
     """A channel to one start of one worker. It accepts no message from any other process.
@@ -88,7 +90,8 @@ def told_incarnation(failure: grpc.aio.AioRpcError) -> int | None:
     Nothing proves it. A caller that believes a lie makes calls that the callee refuses.
     """
     told = dict(failure.trailing_metadata() or ()).get(INCARNATION_KEY, "")
-    return int(told) if told.isdecimal() and int(told) < 2**64 else None
+    is_short = len(told) <= MAX_DIGITS  # int() raises for thousands of digits
+    return int(told) if is_short and told.isdecimal() and int(told) < 2**64 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from typing import Any
 import grpc
 import pytest
 
-from credentials.channel import ProvenChannel
+from credentials.channel import ProvenChannel, told_incarnation
 from credentials.cluster import ClusterCredentials
-from credentials.gate import CALL_KEY, ServerGate, current_caller
+from credentials.gate import CALL_KEY, INCARNATION_KEY, ServerGate, current_caller
 from credentials.secret import ClusterSecret
 from observability.rare_line import LOG_PERIOD_S
 from pagewire.protos import worker_pb2
@@ -53,6 +53,28 @@ def test_a_proven_call_behaves_as_a_plain_one(scenario: Scenario) -> None:
 
     assert asyncio.run(on_sockets(scenario, [gate()], proving)) == expected
     assert run_virtual(on_memory(scenario, 0.004, [gate()], proving)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("7", 7),
+        (str(2**64 - 1), 2**64 - 1),
+        (str(2**64), None),
+        ("9" * 5000, None),  # more digits than int() takes
+        ("-1", None),
+        ("", None),
+    ],
+    ids=lambda each: str(each)[:24],
+)
+def test_whatever_a_stranger_tells_as_its_incarnation_is_read_or_ignored(
+    text: str, told: int | None
+) -> None:
+    metadata = grpc.aio.Metadata((INCARNATION_KEY, text))
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    failure = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata)
+
+    assert told_incarnation(failure) == told
 
 
 def test_handlers_know_their_caller(monkeypatch: pytest.MonkeyPatch) -> None:
