@@ -62,7 +62,9 @@ class Bodies:
             ClientLeft: The client left before the end of the body.
         """
         _check_type(headers)
-        if int(headers.get(b"content-length", b"0")) > self._limits.max_body_mib * MIB:
+        # The parser takes any number of zeros before a length, int() no more than MAX_DIGITS.
+        length = headers.get(b"content-length", b"").lstrip(b"0") or b"0"
+        if int(length) > self._limits.max_body_mib * MIB:
             raise _too_large(self._limits)
         with self._room.place(tenant) as place:
             try:

@@ -246,6 +246,14 @@ def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(address):
     assert_within(answer.seconds, AT_ONCE_S)
 
 
+def test_zeros_before_the_length_of_a_body_do_not_count(address):
+    body = json.dumps({"prompt": "hello"})
+    zeros = "0" * 5000  # more digits than int() takes
+    answer = exchange(address, request(TEXT, body, content_length=f"{zeros}{len(body)}"))
+
+    assert answer.status == 200, answer.body
+
+
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_body_that_is_too_large_is_refused_and_its_sender_can_read_why(address, is_chunked):
     size = 3 * 2**20
