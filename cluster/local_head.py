@@ -7,6 +7,7 @@ one, and an unlocked file shows that the process is gone, however it ended.
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from cluster.private_folder import is_locked, private_folder, remove_left_behind
 
 NAME = "head"  # of the file, in the private folder
 LOG_NAME = "head.log"  # beside it: the output of the process
+LOOK_S = 0.01  # more than a look for a head takes
 ERROR = "error: "  # begins the line there that says why it ended
 
 
@@ -56,11 +58,9 @@ def holding_head_file() -> Iterator[HeadFile]:
     while True:
         with writing_in(path.parent):
             file = os.fdopen(os.open(path, os.O_CREAT | os.O_RDWR, 0o600), "r+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not _lock(file):
             file.close()
-            raise StartError("another `pagewire up` has started a Ray on this host") from error
+            raise StartError("another `pagewire up` has started a Ray on this host")
         if _is_at(path, file):
             break
         file.close()  # its last holder removed it before it was locked here
@@ -113,6 +113,21 @@ def remove_head_left_behind() -> None:
 def head_log() -> Path:
     """Return the file with the log of the process."""
     return private_folder() / LOG_NAME
+
+
+def _lock(file: IO[str]) -> bool:
+    """Lock a file for its process; False: another process holds it.
+
+    Whoever looks for a head locks its file, too, for a moment: `pagewire up` does so while this
+    starts.
+    """
+    while True:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if is_locked(file):
+            return False
+        time.sleep(LOOK_S)
 
 
 def _published(file: IO[str]) -> LocalHead | None:

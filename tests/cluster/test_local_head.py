@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -13,7 +14,7 @@ from cluster.local_head import (
     how_head_ended,
     remove_head_left_behind,
 )
-from cluster.private_folder import RayToken, private_folder
+from cluster.private_folder import RayToken, is_locked, private_folder
 
 HEAD = LocalHead(pid=17, ray_address="127.0.0.1:6379", token_path="/tmp/token-1")
 
@@ -53,6 +54,20 @@ def test_a_second_head_is_refused():
         ):
             pass
         assert find_elsewhere() == str(HEAD), "the first one is still found"
+
+
+def test_a_look_for_a_head_does_not_keep_one_from_starting():
+    path = private_folder() / "head"
+    path.touch()  # of a killed one
+    looking = path.open()
+    assert not is_locked(looking)
+    done = threading.Timer(0.1, looking.close)  # a look's own lock ends with its file
+    done.start()
+
+    with holding_head_file() as file:
+        file.publish(HEAD)
+        assert find_elsewhere() == str(HEAD)
+    done.join()
 
 
 def test_what_a_killed_head_has_left_does_not_count():
