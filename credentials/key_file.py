@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ def write_router_keys(path: Path, keys: RouterKeys) -> None:
             file.write(content)
         scratch.replace(path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder may be none, or closed to this user
+            scratch.unlink()
         told = f"cannot be written: {error.strerror}"
         raise _unusable(path, told, "a file in a folder where this user may write") from error
 

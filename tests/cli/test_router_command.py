@@ -536,6 +536,11 @@ def test_keys_come_from_the_secret_file_and_only_their_owner_reads_them(tmp_path
     assert f"error: secret_file: found '{secret}', which has 31 bytes; {random_bytes}\n" in (
         result.stderr
     )
+    secret.write_bytes(b"x" * 32)
+    inside = str(secret / "keys")  # no folder, and nothing that could be removed again
+    result = run_main("router-keys", inside, "--secret-file", str(secret))
+    assert result.returncode == 2
+    assert f"error: FILE: found '{inside}', which cannot be written: Not a dir" in result.stderr
     missing = str(tmp_path / "no" / "keys")
     result = run_main("router-keys", str(keys), "--secret-file", missing)
     assert result.returncode == 2
@@ -543,7 +548,6 @@ def test_keys_come_from_the_secret_file_and_only_their_owner_reads_them(tmp_path
         result.stderr
     )
     assert f"directory; {random_bytes}\n" in result.stderr
-    secret.write_bytes(b"x" * 32)
     result = run_main("router-keys", missing, "--secret-file", str(secret))
     assert result.returncode == 2
     assert (
