@@ -51,8 +51,12 @@ def _write(path: Path, token: str) -> None:
     """Write a token to a new file that only its owner may read."""
     try:
         opened = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        with os.fdopen(opened, "w") as file:
-            file.write(f"{token}\n")
+        try:
+            with os.fdopen(opened, "w") as file:
+                file.write(f"{token}\n")
+        except OSError:
+            path.unlink()  # a part of it
+            raise
     except OSError as error:
         found = f"{str(path)!r}: {error.strerror}"
         raise ConfigError(f"--out: found {found}; allowed: a file to create") from error

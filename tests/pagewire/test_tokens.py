@@ -11,6 +11,7 @@ from tests.http_gateway.serving import real_router
 from tests.pagewire.scripted_service import serving_in_thread, tell
 from tests.router.tenants.known import CLUSTER_TOKEN, tenants
 from tests.support.command_line import run_main
+from tests.support.disk import files_limited
 
 
 @pytest.fixture(autouse=True)
@@ -160,3 +161,14 @@ def test_tokens_new_writes_a_file_that_only_its_owner_reads(tmp_path):
     again = run_main("tokens", "new", "acme", "--out", str(file))
     assert (again.returncode, file.read_text()) == (2, token)
     assert f"--out: found '{file}': File exists; allowed: a file to create" in again.stderr
+
+
+def test_tokens_new_leaves_no_part_of_a_token_on_a_full_disk(tmp_path):
+    file = tmp_path / "acme.token"
+
+    with files_limited(16):
+        result = run_main("tokens", "new", "acme", "--out", str(file))
+
+    assert result.returncode == 2
+    assert f"--out: found '{file}': File too large; allowed: a file to create" in result.stderr
+    assert not file.exists(), "so that the command can be repeated"
