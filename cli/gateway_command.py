@@ -12,7 +12,7 @@ from cli.stop_signals import StopSignals
 from cluster.certificates import check_front, http_url, needs_tenants
 from cluster.config import ClusterConfig
 from cluster.devices import check_port_free
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, StartError
 from cluster.own_address import with_own_host
 from cluster.preflight import check_traces
 from credentials.door import front_door
@@ -135,7 +135,10 @@ async def _serve(
         needs_tenants=needs_tenants(config),
     )
     trace_gateway(config.tracing)
-    address = await server.start()
+    try:
+        address = await server.start()
+    except OSError as error:  # another process was faster
+        raise StartError(f"cannot listen on port {port} of {config.host}") from error
     settle_process()
     name = "router" if len(router) == 1 else "routers"
     routers = f"the {name} at {', '.join(router)}"

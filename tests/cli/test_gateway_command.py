@@ -68,6 +68,16 @@ def test_it_serves_until_a_signal_and_ends_well(number):
     assert limits == (hard, hard), "it may open as many files as the system allows"
 
 
+def test_a_port_that_is_taken_after_it_was_looked_at_is_told_in_a_line(monkeypatch):
+    monkeypatch.setattr("cli.gateway_command.check_port_free", lambda host, port: None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        refused = run_main("gateway", "--port", str(port))
+
+    assert refused.returncode == 1
+    assert refused.stderr == f"error: cannot listen on port {port} of 127.0.0.1\n"
+
+
 def test_it_is_ready_only_once_a_router_answers_that_has_a_worker():
     with serving_in_thread(hello) as (router, service):
         service.is_away, service.has_worker = True, False
