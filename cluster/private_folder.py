@@ -18,6 +18,7 @@ from cluster.errors import StartError
 
 DEFAULT_PARENT = "/tmp"  # noqa: S108 - the folder in it is checked; Ray's sockets need short paths
 TOKEN_BYTES = 32
+NEW = "new"  # kind of a file until it is written
 TOKEN_PATH_VARIABLE = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 - a variable of Ray, which names a file
 
 
@@ -60,14 +61,14 @@ class LockedFile:
     """
 
     def __init__(self, folder: Path, kind: str, text: str) -> None:
-        remove_left_behind(folder, kind)
+        for each in (kind, NEW):
+            remove_left_behind(folder, each)
         name = secrets.token_hex(8)
-        new, self.path = folder / f"new-{name}", folder / f"{kind}-{name}"
+        new, self.path = folder / f"{NEW}-{name}", folder / f"{kind}-{name}"
         with writing_in(folder):
             # Open, and with it locked, until it is removed.
-            self._file = os.fdopen(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w")
+            self._file = os.fdopen(_locked(new), "w")
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX)
                 self._file.write(text)
                 self._file.flush()
                 new.rename(self.path)  # it is never there without its lock
@@ -110,6 +111,16 @@ def remove_left_behind(folder: Path, kind: str) -> None:
         with suppress(OSError), path.open("rb") as file:  # locked, or just removed
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
+
+
+def _locked(path: Path) -> int:
+    """Make a file that only this user can read, and lock it; return its descriptor."""
+    while True:
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_nlink:
+            return file
+        os.close(file)  # before it was locked, another process took it for one left behind
 
 
 def is_locked(file: IO[str]) -> bool:

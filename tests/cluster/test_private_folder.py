@@ -1,3 +1,4 @@
+import fcntl
 import os
 import re
 import subprocess
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import StartError
-from cluster.private_folder import RayToken, private_folder
+from cluster.private_folder import RayToken, private_folder, remove_left_behind
 from tests.support.disk import files_limited
 
 
@@ -98,6 +99,38 @@ def test_the_token_of_a_process_that_was_killed_goes_with_the_next_start(environ
     token = RayToken(folder)
 
     assert not left_behind.exists()
+    token.remove()
+
+
+def test_what_was_written_when_its_process_was_killed_goes_with_the_next_start():
+    folder = private_folder()
+    left_behind, written = folder / "new-1", folder / "new-2"
+    left_behind.touch()
+    with written.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        token = RayToken(folder)
+
+    assert not left_behind.exists()
+    assert written.exists(), "another process still writes it"
+    token.remove()
+
+
+def test_a_new_file_that_is_taken_for_one_left_behind_is_written_again(environment, monkeypatch):
+    folder = private_folder()
+    lock = fcntl.flock
+
+    def lock_late(file, how):
+        if how == fcntl.LOCK_EX:  # meanwhile another start removes what it takes for abandoned
+            monkeypatch.setattr(fcntl, "flock", lock)
+            remove_left_behind(folder, "new")
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    token = RayToken(folder)
+
+    [path] = folder.iterdir()
+    assert environment["RAY_AUTH_TOKEN_PATH"] == str(path)
+    assert len(path.read_text()) == 64
     token.remove()
 
 
