@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -70,8 +71,11 @@ def _ask_torch() -> tuple[str | None, tuple[int, ...], str]:
         import torch
     except (ImportError, OSError) as error:
         return None, (), f"torch cannot be imported: {error}"
-    gpus = range(torch.cuda.device_count())
-    return torch.version.cuda, tuple(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus), ""
+    gpu_free_bytes = []
+    for gpu in range(torch.cuda.device_count()):
+        with suppress(RuntimeError):  # it is broken, or another process has it to itself
+            gpu_free_bytes.append(torch.cuda.mem_get_info(gpu)[0])
+    return torch.version.cuda, tuple(gpu_free_bytes), ""
 
 
 def _versions() -> Versions:

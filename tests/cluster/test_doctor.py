@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
+import torch
 
 from cluster.config_file import load_config
 from cluster.demo_model import INSTALL_TRAINED, trained_model, write_demo_model
@@ -359,3 +360,16 @@ def test_facts_of_this_host_can_be_collected():
     assert facts.memory.total_bytes > facts.memory.free_bytes > 2**20
     assert facts.protobuf_gencode.count(".") == 2
     assert facts.grpc_gencode.count(".") == 2
+
+
+def test_a_gpu_that_another_process_has_to_itself_is_none_that_torch_can_use(monkeypatch):
+    def ask(gpu: int) -> tuple[int, int]:
+        if gpu == 0:
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+        return 2**30, 2**31
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", ask)
+    facts = collect_facts()
+
+    assert (facts.torch_gpus, facts.gpu_free_bytes, facts.torch_error) == (1, (2**30,), "")
