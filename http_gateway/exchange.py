@@ -313,7 +313,7 @@ class RequestLog:
         self._strangers = RareLine(log, logging.INFO, "http_request")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; nothing is raised."""
+        """Serve one request; an error of the application is noted, and raised again."""
         record = scope["record"] = Record(_request_id(scope))
         scope["send_body"] = send  # no layer in between touches bodies
         header = (b"x-request-id", record.request_id.encode())
