@@ -34,6 +34,7 @@ from pagewire import (
 from pagewire.arguments import check_sampling, check_timeout_s, refused
 from pagewire.cli.controller_view import RouterSilent
 from pagewire.cli.early_interrupts import interrupts_end_at_once
+from pagewire.cli.stopped import Stopped
 from pagewire.cli.strict_command import StrictCommand, told_by_flags
 from pagewire.cli.token import TokenFileFlag, token_of
 from pagewire.cli.units import invalid_byte
@@ -517,9 +518,9 @@ def _questions() -> Iterator[str]:
         offset += len(line)
 
 
-def _stop_event() -> threading.Event:
+def _stop_event() -> Stopped:
     """Return an event that SIGINT, SIGTERM and SIGHUP set."""
-    stopped = threading.Event()
+    stopped = Stopped()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stopped.set())
     return stopped

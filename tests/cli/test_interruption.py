@@ -251,7 +251,6 @@ def test_a_signal_is_noted_and_raised_where_somebody_looks():
 # Sends itself SIGINT before the n-th line that Python executes in a wait.
 WAIT = """
 import os, signal, sys
-from cli.stop_signals import StopSignals
 
 def interrupt(frame, event, _):
     global lines
@@ -263,18 +262,25 @@ def interrupt(frame, event, _):
 
 for n in range(1, 30):
     lines = n
-    with StopSignals() as signals:
-        sys.settrace(interrupt)
-        signals.stopped.wait(0.001)
-        sys.settrace(None)
-        assert signals.stopped.wait(10 if lines <= 0 else 0) == (lines <= 0)
+    stopped = make()
+    sys.settrace(interrupt)
+    stopped.wait(0.001)
+    sys.settrace(None)
+    assert stopped.wait(10 if lines <= 0 else 0) == (lines <= 0)
 print(lines)
 """
+MAKE = {
+    "of a server's command": "from cli.stop_signals import StopSignals\n"
+    "make = lambda: StopSignals().__enter__().stopped",
+    "of a client's command": "from pagewire.cli.client_commands import _stop_event as make",
+}
 
 
-def test_a_signal_may_come_at_any_moment_of_a_wait_for_it():
+@pytest.mark.parametrize("name", MAKE)
+def test_a_signal_may_come_at_any_moment_of_a_wait_for_it(name):
+    code = MAKE[name] + WAIT
     result = subprocess.run(
-        [sys.executable, "-c", WAIT], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30
     )
 
     assert result.returncode == 0, result.stderr
