@@ -9,7 +9,7 @@ from typing import Any
 from http_gateway.answer_text import AnswerText
 from http_gateway.exchange import Exchange
 from http_gateway.fields import Fields, Unsupported
-from http_gateway.generation import FINISH_REASONS, Generation, usage_json
+from http_gateway.generation import Generation, usage_json
 from http_gateway.messages import Tools, chat_field, read_messages, take_tools
 from http_gateway.parts import CallArguments, CallBegins, Content, Part, Reasoning
 from http_gateway.sampling import field_name, take_sampling
@@ -21,7 +21,7 @@ from pagewire import Model
 from pagewire.arguments import MAX_LOGPROBS
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES
-from pagewire.wire import chat_request
+from pagewire.wire import FINISH_REASONS, chat_request
 
 UNSUPPORTED = {
     "audio": Unsupported("there is no audio"),

@@ -11,7 +11,7 @@ from http_gateway.config import GatewayConfig
 from http_gateway.errors import refused
 from http_gateway.exchange import Exchange
 from http_gateway.fields import Fields, Unsupported, shown_json
-from http_gateway.generation import FINISH_REASONS, Generation, usage_json
+from http_gateway.generation import Generation, usage_json
 from http_gateway.messages import check_count
 from http_gateway.sampling import field_name, take_sampling
 from http_gateway.shared_fields import StreamOptions, drop_without_effect, take_stream_options
@@ -22,7 +22,7 @@ from pagewire import Model, PagewireError, SamplingOptions
 from pagewire.arguments import MAX_LOGPROBS
 from pagewire.protos import inference_pb2
 from pagewire.shown import shown, shown_with_type
-from pagewire.wire import detokenize_request, generate_request
+from pagewire.wire import FINISH_REASONS, detokenize_request, generate_request
 
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API, and vLLM
 UNSUPPORTED = {

@@ -9,11 +9,10 @@ from http_gateway.exchange import Exchange
 from http_gateway.token_texts import TokenTexts
 from http_gateway.wire import RouterLink
 from pagewire import Model
-from pagewire.protos import common_pb2, inference_pb2
+from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES
-from pagewire.wire import usage_from
+from pagewire.wire import FINISH_REASONS, usage_from
 
-FINISH_REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 WHOLE_S = 1.0  # between two messages of a call whose answer is sent whole
 COMMENT = b": waiting\n\n"  # which clients of event streams skip
 

@@ -11,7 +11,7 @@ from http_gateway.constraints import take_text_format
 from http_gateway.errors import refused
 from http_gateway.exchange import Exchange
 from http_gateway.fields import Fields, Unsupported
-from http_gateway.generation import FINISH_REASONS, Generation
+from http_gateway.generation import Generation
 from http_gateway.messages import chat_field, take_tools
 from http_gateway.response_events import ResponseBuilder
 from http_gateway.response_input import Source, input_field, input_messages
@@ -25,7 +25,7 @@ from pagewire.arguments import MAX_LOGPROBS
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import TOKEN_BYTES
 from pagewire.shown import shown
-from pagewire.wire import chat_request
+from pagewire.wire import FINISH_REASONS, chat_request
 
 LOGPROBS = "message.output_text.logprobs"  # in `include`
 _STATELESS = "nothing is stored: send the whole conversation as input"

@@ -33,7 +33,7 @@ from pagewire.types import (
 )
 
 Prompt = str | Sequence[int]
-_FINISH_REASONS: dict[int, str] = {
+FINISH_REASONS: dict[int, str] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
 }
@@ -173,7 +173,7 @@ def delta_from(response: AnswerPart) -> Delta:
         token_ids=token_ids,
         first_index=response.first_index,
         logprobs=tuple(map(_token_logprob, token_ids, response.logprobs)),
-        finish_reason=_FINISH_REASONS.get(response.finish_reason),
+        finish_reason=FINISH_REASONS.get(response.finish_reason),
         stopped_by=response.stopped_by or None,
         usage=usage_from(response.usage) if response.HasField("usage") else None,
     )
