@@ -36,13 +36,20 @@ class LlamaReader(CallReader):
             self._step = self._read_content
             return True
         if text.startswith(PYTHON_TAG):
-            self._text = text = text[len(PYTHON_TAG) :].lstrip()
-        if PYTHON_TAG.startswith(text):  # or nothing has come yet
+            self._text, self._step = text[len(PYTHON_TAG) :], self._begin_behind_tag
+        elif PYTHON_TAG.startswith(text):  # or nothing has come yet
             return False
-        if text.startswith("{"):
+        elif text.startswith("{"):
             self._text, self._step = text, self._read_call
         else:
             self._step = self._read_content
+        return True
+
+    def _begin_behind_tag(self, parts: list[Part]) -> bool:
+        self._text = self._text.lstrip()
+        if not self._text:
+            return False
+        self._step = self._read_call if self._text.startswith("{") else self._read_content
         return True
 
     def _end_call(self, parts: list[Part]) -> bool:

@@ -117,6 +117,8 @@ LLAMA = {
         [],
     ),
     "other JSON": ('{"a": [1, 2]} and more', '{"a": [1, 2]} and more', []),
+    "content behind the tag": ("<|python_tag|> \n1 + 1", "1 + 1", []),
+    "the tag twice": ("<|python_tag|><|python_tag|>f()", "<|python_tag|>f()", []),
     "built-in tools": ('<|python_tag|>search.call(query="x")', 'search.call(query="x")', []),
     "blanks before": ('\n\n{"name": "f", "parameters": {}}', "", [("f", "{}")]),
     "content behind a call": ('{"name": "f", "parameters": {}}\nDone.', "Done.", [("f", "{}")]),
