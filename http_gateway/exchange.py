@@ -202,6 +202,11 @@ class Exchange:
             headers.append(("connection", "close"))
         await self.answer(error.status, error.body, headers)
 
+    async def crash(self) -> None:
+        """Log and answer the current error, a bug of the gateway; no other request is affected."""
+        log.exception("request_crashed", extra=fields(request_id=self.record.request_id))
+        await self.fail(internal_error())
+
     async def _answer(self, answer: Awaitable[None]) -> None:
         try:
             await answer
@@ -210,9 +215,7 @@ class Exchange:
         except pagewire.PagewireError as error:
             await self.fail(http_error(error, self.rename_field))
         except Exception:
-            # No request may affect others.
-            log.exception("request_crashed", extra=fields(request_id=self.record.request_id))
-            await self.fail(internal_error())
+            await self.crash()
 
     async def _watch_client(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -294,6 +297,8 @@ class Endpoint:
         except ClientLeft:
             record = exchange.record
             record.status, record.outcome = CLIENT_CLOSED, "client_left"
+        except Exception:
+            await exchange.crash()
         except asyncio.CancelledError:  # the gateway stops, and this request's grace is over
             await exchange.fail(_stopped())  # the server bounds this wait
 
