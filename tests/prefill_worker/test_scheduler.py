@@ -1,259 +1,90 @@
-"""The prefill scheduler: order of admission, budget, one computation per page, leases."""
+"""The prefill scheduler: decisions as tables, and everything else by a state machine."""
 
-from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from kv_cache.errors import CacheError
-from kv_cache.layout import num_pages_for
 from kv_cache.page_pool import PagePool
 from kv_cache.prefix_cache import PrefixCache, PrefixMatch
-from llm_engine.engine_step import StepResult
-from llm_engine.sampling import SamplingParams
+from llm_engine.engine_step import EngineStep
 from prefill_worker.config import PrefillConfig
 from prefill_worker.request import FinishedPrompt, Progress, Prompt, PromptState, ReadyPages
 from prefill_worker.scheduler import MAX_LOOKS, NUM_REFRESHED, Scheduler
-from prefill_worker.step_plan import StepPlan
-from tests.support.fake_engine import FakeEngine, FakeModel, fake_tokens, overwrite_free_pages
-from worker.prompt_order import in_turn
-
-MODEL = FakeModel(vocab_size=50)
-PAGE_SIZE = 4
-NUM_PAGES = 24
-PREFIX = tuple(range(1, 33))
-CONFIG = PrefillConfig(
-    max_step_tokens=10,
-    max_computing_prompts=3,
-    max_overtaken_s=0.3,
-    chunk_pages=2,
-    max_chunk_pages=3,
+from prefill_worker.step_plan import Chunk, StepPlan
+from tests.prefill_worker.scheduler_machine import (
+    MODEL,
+    NUM_PAGES,
+    PAGE_SIZE,
+    SchedulerMachine,
+    prompt_with,
+    walk,
 )
-
-
-def prompt_with(
-    tokens: tuple[int, ...], *, first_page: int = 0, choices: tuple[int, ...] = (0,)
-) -> Prompt:
-    return Prompt(
-        request_id="r",
-        tokens=tokens,
-        prompt_len=len(tokens),
-        params=SamplingParams(max_tokens=1, ignore_eos=True),
-        choices=choices,
-        first_page=first_page,
-    )
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """Drives the scheduler with a fake engine, up to two steps of it in flight.
-
-    A receiver acknowledges or leaves at any time.
-    """
-
-    scheduler_class = Scheduler
-    seen: ClassVar[Counter[str]] = Counter()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.engine = FakeEngine(MODEL, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
-        self.cache = PrefixCache(
-            num_pages=NUM_PAGES, page_size=PAGE_SIZE, fingerprint=MODEL.fingerprint
-        )
-        self.scheduler = self.scheduler_class(config=CONFIG, cache=self.cache, page_size=PAGE_SIZE)
-        self.prompts: list[Prompt] = []
-        self.done: set[Prompt] = set()
-        self.received: dict[Prompt, dict[int, Any]] = {}  # page of the prompt |-> contents
-        self.unread: list[tuple[ReadyPages, Any]] = []  # handed over, with contents at that time
-        self.plans: deque[StepPlan] = deque()  # launched, not settled
-
-    @rule(
-        prefix_len=st.integers(0, 32),
-        rest=st.lists(st.integers(33, 49), min_size=1, max_size=16),
-        first_page=st.integers(0, 3),
-        num_choices=st.integers(1, 3),
-    )
-    def submit(self, prefix_len: int, rest: list[int], first_page: int, num_choices: int) -> None:
-        tokens = (*PREFIX[:prefix_len], *rest)
-        num_pages = num_pages_for(len(tokens), PAGE_SIZE)
-        prompt = prompt_with(
-            tokens,
-            first_page=min(first_page, num_pages - 1),
-            choices=tuple(range(num_choices)),
-        )
-        self.prompts.append(prompt)
-        self.received[prompt] = {}
-        self.scheduler.submit(prompt)
-
-    @precondition(lambda self: len(self.plans) < self.engine.max_launched)
-    @rule()
-    def begin_step(self) -> None:
-        waiting = {p for p in self.prompts if p.state is PromptState.WAITING and not p.is_ended}
-        plan = self.scheduler.next_step()
-        self.take(plan.ready)
-        may_wait = not self.scheduler.num_waiting or self.unread or self.plans
-        assert may_wait or plan.chunks, "work is there, but none is done"
-        assert plan.num_tokens <= CONFIG.max_step_tokens, "over the token budget"
-        assert not any(chunk.prompt.is_ended for chunk in plan.chunks), "a step for nobody"
-        admitted = [p for p in waiting if p.state is PromptState.COMPUTING]
-        self.seen["admitted"] += len(admitted)
-        self.seen["cached"] += sum(p.num_cached > 0 for p in admitted)
-        oldest = min((p.arrival for p in waiting.difference(admitted)), default=0)
-        self.seen["overtakes"] += sum(p.arrival > oldest for p in admitted)
-        if plan.chunks:
-            self.seen["steps ahead"] += bool(self.plans)
-            self.engine.launch(plan.engine_step((), is_again=False))
-            self.plans.append(plan)
-
-    @precondition(lambda self: self.plans)
-    @rule(
-        fails=st.sampled_from([False] * 9 + [True]),
-        undrawn=st.sampled_from([None] * 9 + [0, 1, 2]),
-    )
-    def end_step(self, fails: bool, undrawn: int | None = None) -> None:
-        plan = self.plans.popleft()
-        # The engine refuses a page that two prompts of a pass write.
-        drawn = list(self.engine.read().slices)
-        if fails:
-            self.recover(plan)
-            return
-        if undrawn is not None and undrawn < len(drawn):
-            drawn[undrawn] = None
-        result = StepResult(decodes=(), slices=drawn, seconds=plan.num_tokens / 100)
-        self.end(*self.scheduler.end_undrawn(plan, result))
-        self.take(self.scheduler.complete_step(plan, result))
-
-    def recover(self, plan: StepPlan) -> None:
-        """Fail half of a plan; compute the other half, and what followed it, again."""
-        dropped = list(self.plans)
-        self.plans.clear()
-        for _ in dropped:
-            self.engine.read()
-        failed, *others = plan.halves() or (plan,)
-        self.end(*self.scheduler.fail_step(failed))
-        for part in (*others, *dropped):
-            self.engine.launch(part.engine_step((), is_again=True))
-            self.plans.append(part)
-            self.end_step(False)
-
-    @precondition(lambda self: self.unread)
-    @rule(data=st.data())
-    def acknowledge(self, data: st.DataObject) -> None:
-        self.read(data.draw(st.integers(0, len(self.unread) - 1)))
-
-    @precondition(lambda self: len(self.prompts) > len(self.done))
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        prompt = data.draw(st.sampled_from([p for p in self.prompts if p not in self.done]))
-        self.scheduler.end(prompt)
-        self.end(prompt)
-        self.seen["cancelled"] += 1
-
-    @invariant()
-    def is_consistent(self) -> None:
-        self.scheduler.check_integrity()
-        overwrite_free_pages(self.cache, self.engine.storage)
-
-    def teardown(self) -> None:
-        for _ in range(20 * (len(self.prompts) + 1)):
-            while self.plans:
-                self.end_step(False)
-            while self.unread:
-                self.read(0)
-            if len(self.done) == len(self.prompts):
-                break
-            self.begin_step()
-            self.is_consistent()
-        assert len(self.done) == len(self.prompts), "a prompt never finished"
-        self.scheduler.next_step()
-        counts = self.cache.pool.counts()
-        assert counts.free + counts.cached == counts.total, f"leaked: {counts}"
-
-    def take(self, progress: Any) -> None:
-        for each in progress:
-            assert each.prompt not in self.done, "progress after the end"
-            if isinstance(each, ReadyPages):
-                self.take_pages(each)
-            else:
-                self.take_tokens(each)
-
-    def take_pages(self, ready: ReadyPages) -> None:
-        pages = self.received[ready.prompt]
-        expected = max(pages) + 1 if pages else ready.prompt.first_page
-        assert ready.first_page == expected, "a gap, or a page that is not wanted"
-        assert len(ready.page_ids) <= CONFIG.max_chunk_pages
-        contents = self.engine.storage.export_pages(ready.page_ids)
-        for index in range(len(ready.page_ids)):
-            pages[ready.first_page + index] = contents[index]
-        num_pages = num_pages_for(len(ready.prompt.tokens), PAGE_SIZE)
-        assert ready.is_last == (max(pages) + 1 == num_pages)
-        self.unread.append((ready, contents))
-
-    def take_tokens(self, finished: FinishedPrompt) -> None:
-        prompt = finished.prompt
-        last_page = max(self.received[prompt], default=-1)
-        assert last_page + 1 == num_pages_for(len(prompt.tokens), PAGE_SIZE)
-        for choice, token in zip(prompt.choices, finished.tokens, strict=True):
-            expected = fake_tokens(prompt.tokens, prompt.params, model=MODEL, choice=choice)
-            assert [token.token_id] == expected, "a wrong token"
-        self.end(prompt)
-        self.seen["finished"] += 1
-
-    def end(self, *prompts: Prompt) -> None:
-        """No more pages come of these; their transfers end with the last page that is read."""
-        self.done.update(prompts)
-        reading = {ready.prompt for ready, _ in self.unread}
-        for prompt in prompts:
-            if prompt not in reading:
-                self.scheduler.transfer_ended(prompt)
-
-    def read(self, index: int) -> None:
-        ready, contents = self.unread.pop(index)
-        self.check_contents(ready, contents)
-        if ready.prompt in self.done:
-            self.end(ready.prompt)
-
-    def check_contents(self, ready: ReadyPages, contents: Any) -> None:
-        now = self.engine.storage.export_pages(ready.page_ids)
-        last_len = (len(ready.prompt.tokens) - 1) % PAGE_SIZE + 1 if ready.is_last else PAGE_SIZE
-        slot_bytes = now.shape[1] // PAGE_SIZE
-        assert (now[:-1] == contents[:-1]).all(), "a page changed before it was read"
-        used = last_len * slot_bytes
-        assert (now[-1, :used] == contents[-1, :used]).all(), "a page changed before it was read"
-
+from tests.support.fake_engine import FakeEngine
+from tests.support.planted_bugs import Plant, Right, instead_of
+from worker import step_loop
+from worker.prompt_order import in_turn
+from worker.suspects import SuspectTurns
 
 SETTINGS = settings(
-    max_examples=120,
-    stateful_step_count=50,
+    stateful_step_count=70,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-HUNT = settings(SETTINGS, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False)
 
 
-def test_state_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def no_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of failed steps, which take longer than all the rest."""
+    monkeypatch.setattr(step_loop.logger, "disabled", True)
+
+
+@pytest.fixture
+def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let queues be longer than what is looked at, as they are under load."""
     monkeypatch.setattr("prefill_worker.scheduler.NUM_REFRESHED", 2)
     monkeypatch.setattr("prefill_worker.scheduler.MAX_LOOKS", 3)
+
+
+@pytest.mark.usefixtures("small_window")
+@pytest.mark.parametrize("max_examples", [100, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_state_machine(max_examples: int) -> None:
     SchedulerMachine.seen.clear()
-    run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
-    seen = SchedulerMachine.seen
-    assert min(seen.values()) > 50, seen
-    things = {"admitted", "cached", "cancelled", "finished", "overtakes", "steps ahead"}
-    assert seen.keys() == things
+    run_state_machine_as_test(
+        SchedulerMachine, settings=settings(SETTINGS, max_examples=max_examples)
+    )
+    check_seen("cached", "overtakes", "cancelled in flight", "read after the end", "steps alone")
 
 
-# Planted bugs: each must be found by the state machine.
+@pytest.mark.usefixtures("small_window")
+@pytest.mark.parametrize("num_seeds", [60, pytest.param(4000, marks=pytest.mark.thorough)])
+def test_failures_at_any_moment_cost_no_page_and_no_right_token(num_seeds: int) -> None:
+    SchedulerMachine.seen.clear()
+    walk_all(num_seeds)
+    check_seen(
+        "failed", "dropped steps", "steps alone", "cached last pages", "probes", "over quota"
+    )
+    check_seen("cancelled in flight", "read after the end", "lost the loop", "lost the device")
+
+
+def walk_all(num_seeds: int, machine: type[SchedulerMachine] = SchedulerMachine) -> None:
+    for seed in range(num_seeds):
+        walk(machine(), seed)
+
+
+def check_seen(*things: str) -> None:
+    """A run in which nothing happens would prove nothing."""
+    seen = {each: SchedulerMachine.seen[each] for each in things}
+    assert min(seen.values()) >= 2, seen
+
+
+# Planted bugs: each must be found by few walks of the state machine.
 
 
 class ForgetsLeases(Scheduler):
@@ -319,6 +150,7 @@ class ComputesChunksTwice(Scheduler):
         return super().next_step()
 
 
+@pytest.mark.usefixtures("small_window")
 @pytest.mark.parametrize(
     "bug",
     [
@@ -335,10 +167,75 @@ class ComputesChunksTwice(Scheduler):
         ComputesForNobody,
     ],
 )
-def test_state_machine_finds_planted_bug(bug: type[Scheduler]) -> None:
+def test_walks_find_planted_bug(bug: type[Scheduler]) -> None:
     machine = type(f"{bug.__name__}Machine", (SchedulerMachine,), {"scheduler_class": bug})
     with pytest.raises((AssertionError, CacheError)):
-        run_state_machine_as_test(machine, settings=HUNT)
+        walk_all(20, machine)
+
+
+# Planted bugs that show only where steps fail, or run alone.
+
+
+@instead_of(Scheduler, "fail_step")
+def pages_of_failed_steps_are_cached(right: Right, self: Scheduler, plan: StepPlan) -> Any:
+    ended = right(self, plan)
+    for chunk in plan.chunks:
+        chunk.commit(self._cache)
+    return ended
+
+
+@instead_of(Chunk, "commit")
+def what_followed_a_failed_step_is_cached(right: Right, self: Chunk, cache: PrefixCache) -> Any:
+    if self.prompt.is_ended:
+        self.prompt.num_computed = self.start
+    return right(self, cache)
+
+
+@instead_of(StepPlan, "engine_step")
+def copies_are_made_once(right: Right, *args: Any, is_again: bool) -> EngineStep:
+    """The step that failed has made them, and spoiled them."""
+    step: EngineStep = right(*args, is_again=is_again)
+    return replace(step, copies=()) if is_again else step
+
+
+@instead_of(StepPlan, "halves")
+def all_are_blamed_together(right: Right, self: StepPlan) -> tuple[StepPlan, ...]:
+    return ()
+
+
+@instead_of(Scheduler, "_end_all")
+def who_has_left_is_told(right: Right, self: Scheduler, chunks: Iterable[Chunk]) -> list[Prompt]:
+    chunks = list(chunks)
+    right(self, chunks)
+    return [chunk.prompt for chunk in chunks]
+
+
+@instead_of(SuspectTurns, "next_pass")
+def suspects_share_passes(right: Right, self: Any, ready: Any) -> Callable[[Prompt], bool]:
+    return lambda prompt: True
+
+
+def steps_of_suspects_run_ahead(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepPlan, "is_alone", False)
+
+
+@pytest.mark.usefixtures("small_window")
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pages_of_failed_steps_are_cached,
+        what_followed_a_failed_step_is_cached,
+        copies_are_made_once,
+        all_are_blamed_together,
+        who_has_left_is_told,
+        suspects_share_passes,
+        steps_of_suspects_run_ahead,
+    ],
+)
+def test_walks_find_planted_bug_of_failures(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        walk_all(40)
 
 
 class Scene:
