@@ -15,7 +15,6 @@ After a failed step:
 """
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -318,16 +317,25 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
             self._read_at = asyncio.get_running_loop().time()
         return replace(result, seconds=self._read_at - began_at)
 
-    async def _drop_launched(self) -> None:
-        """Wait until no step writes any more: only then may pages be handed out again."""
+    async def _drop_launched(self) -> Exception | None:
+        """Wait until no step writes any more: only then may pages be handed out again.
+
+        Returns:
+            The first error after which the engine no longer computes.
+        """
+        fatal = None
         while self._launched:
-            with contextlib.suppress(Exception):
+            try:
                 await self._read()
+            except Exception as error:
+                if fatal is None and _blame(error) is not None:
+                    fatal = error
+        return fatal
 
     async def _recover(self, error: Exception) -> None:
         """After the oldest plan failed, compute it in halves, and repeat all later plans."""
-        await self._drop_launched()
-        await self._halve(error)
+        fatal = await self._drop_launched()
+        await self._halve(fatal or error)
         while self._unsettled:
             plan = self._unsettled[0]
             try:
@@ -370,12 +378,8 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
     async def _judge(self, error: Exception) -> None:
         """Return if the engine still computes; otherwise end all requests and raise EngineLost."""
         self._num_failed += 1
-        # If the step may be the cause, all requests that took part are told.
-        if is_device_lost(error):
-            reason: WorkerError = PassFailed("the pass that computed for it lost the device")
-        elif isinstance(error, EngineHangs):
-            reason = PassFailed("the pass that computed for it has not ended")
-        else:
+        reason: WorkerError | None = _blame(error)
+        if reason is None:
             while self._num_failed < self._max_failed_passes:
                 computes = await self._probe()
                 if computes is None:
@@ -401,3 +405,12 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
                 logger.exception("probe_failed")
                 return False
             return True
+
+
+def _blame(error: Exception) -> PassFailed | None:
+    """Return what all are told that took part in a step which may have ended the engine, if any."""
+    if is_device_lost(error):
+        return PassFailed("the pass that computed for it lost the device")
+    if isinstance(error, EngineHangs):
+        return PassFailed("the pass that computed for it has not ended")
+    return None

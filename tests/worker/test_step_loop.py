@@ -459,6 +459,27 @@ def test_where_a_device_is_lost_under_two_steps_those_in_both_are_told_and_nothi
     assert not world.launched, "a step still ran when its pages could be given away"
 
 
+@pytest.mark.parametrize("error", [AcceleratorError("x"), EngineHangs("x")])
+def test_a_device_lost_under_a_step_that_is_dropped_is_told_as_any_other(error: Exception) -> None:
+    world = World(6, most=2, max_launched=2)
+    world.bad = {"r0", "r2", "probe"}
+    read = world.read
+
+    async def loses_the_device_second() -> StepResult:
+        try:
+            return await read()
+        finally:
+            world.error = error
+
+    world.read = loses_the_device_second  # type: ignore[method-assign]
+    with pytest.raises(EngineLost, match="x"):
+        run(world)
+
+    assert list(world.failures) == ["r0", "r1", "r2", "r3"]
+    assert all(isinstance(each, PassFailed) for each in world.failures.values())
+    assert len(world.passes) == 2, "nothing more is asked of a device that is gone"
+
+
 def test_without_a_page_to_probe_with_failures_in_a_row_end_the_worker() -> None:
     world = World(2, max_failed_passes=4)
     world.has_page = False
