@@ -8,7 +8,6 @@ piece of work on grammars. Transfers commit in pieces, fail, and write late into
 quarantine.
 """
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +30,6 @@ from kv_cache.page_pool import PageState, Quarantined
 from kv_cache.prefix_cache import PrefixCache
 from llm_engine.drawing import next_draw
 from llm_engine.sampling import SamplingParams, SequenceSlice
-from tests.decode_worker.held_engine import AcceleratorError, HeldEngine, HeldExecutor
 from tests.decode_worker.held_grammars import (
     VOCAB_SIZE,
     FakeGrammars,
@@ -46,12 +44,12 @@ from tests.support.fake_engine import (
     overwrite_free_pages,
 )
 from tests.support.grammar_cases import regex
-from tests.support.virtual_time import VirtualLoop
+from tests.worker.held_engine import HeldEngine, HeldExecutor
+from tests.worker.held_loop import HeldLoop
 from worker.errors import EngineLost, InternalError, WorkerError
 from worker.host import probing
 from worker.identity import ModelInfo, WorkerIdentity
 from worker.step_loop import StepLoop
-from worker.wake import Wake
 
 MODEL = FakeModel(vocab_size=VOCAB_SIZE, eos_token_ids=(0,))
 PAGE_SIZE = 4
@@ -123,29 +121,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.cancelled: set[tuple[Request, int]] = set()
         self.transfers: list[Transfer] = []
         self.quarantines: list[Quarantine] = []
-        self.wake = Wake()
-        self.threads = HeldThreads()
-        grammars: Any = FakeGrammars()
-        threads: Any = self.threads
-        self.masks = TokenMasks(grammars, threads=threads, wake=self.wake, on_failure=self.failed)
-        self.step_loop = self.loop_class(
+        self.loop = HeldLoop(
+            self.loop_class,
+            self.executor,
             scheduler=self.scheduler,
             listener=self,
-            executor=self.executor,
             eos_token_ids=MODEL.eos_token_ids,
             before_step=self.before_step,
-            wake=self.wake,
             make_probe=self.probe,
             max_failed_passes=3,
         )
         self.waits_alone = False  # the newest plan is to run alone, and was made behind others
         self.has_ended = False
-        self.events = VirtualLoop(limit_s=1e9)
-        self.stepping = self.events.create_task(self.step_loop.run())
+        self.threads = HeldThreads()
+        grammars: Any = FakeGrammars()
+        threads: Any = self.threads
+        wake = self.loop.wake
+        self.masks = TokenMasks(grammars, threads=threads, wake=wake, on_failure=self.failed)
 
     # What may happen, in any order.
 
-    @precondition(lambda self: not self.is_over and len(self.requests) - len(self.finished) < 8)
+    @precondition(
+        lambda self: not self.loop.is_over and len(self.requests) - len(self.finished) < 8
+    )
     @rule(
         prefix=st.sampled_from(PREFIXES),
         prefix_len=st.integers(0, 16),
@@ -207,10 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.seen["dropped steps"] += end == "badly" and self.engine.num_launched == 2
             self.seen["failed steps with masks"] += end == "badly" and self.engine.has_masks
             self.seen["steps ahead"] += self.engine.num_launched == 2
-            self.executor.let_go(
-                RuntimeError("planted") if end == "badly" else None,
-                undrawn=row if end == "undrawn" else None,
-            )
+            self.loop.end_call(end, row=row)
             self.run_loop()
 
     @precondition(lambda self: self.executor.is_held)
@@ -252,13 +247,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.seen[f"lost {loses}"] += 1
         if loses == "the device":
-            while not self.is_over:
-                self.executor.let_go(AcceleratorError("planted"))
-                self.run_loop()
+            self.loop.lose_device()
         else:
-            self.stepping.cancel()
-            self.run_loop()
-        assert self.is_over
+            self.loop.stop()
+        self.run_loop()
+        assert self.loop.is_over
 
     @rule()
     def wait(self) -> None:
@@ -298,46 +291,24 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # How it runs.
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the loop has ended."""
-        return self.stepping.done()
-
-    def run_loop(self, *, is_arrival: bool = False, seconds: float = 0.0) -> None:
-        """Wake the loop, and run it until it waits for the engine or for something to do."""
-        self.events.run_until_complete(self._run_loop(is_arrival, seconds))
-        if self.executor.bug is not None:
-            raise self.executor.bug
-        if self.is_over and not self.has_ended:
+    def run_loop(self, **options: Any) -> None:
+        self.loop.run(**options)
+        if self.loop.is_over and not self.has_ended:
             self.has_ended = True
             self.end_all()
 
     def end_all(self) -> None:
         """End all requests as a worker does whose loop has ended; nothing is held then."""
-        if not self.stepping.cancelled() and (error := self.stepping.exception()) is not None:
+        if self.loop.error is not None:
             self.seen["lost engines"] += 1
-            if not isinstance(error, EngineLost):
-                raise error
+            if not isinstance(self.loop.error, EngineLost):
+                raise self.loop.error
         for transfer in list(self.transfers):
             self.fail_transfer(transfer, may_be_written=False)
         for request in self.requests:
             if request not in self.finished:
                 self.forget(request)
         self.scheduler.free_ended()
-
-    async def _run_loop(self, is_arrival: bool, seconds: float) -> None:
-        if seconds:
-            await asyncio.sleep(seconds)
-        if is_arrival:
-            self.wake.set_by_arrival()
-        else:
-            self.wake.set()
-            await asyncio.sleep(0.002)  # which ends a burst
-        while not (self.executor.is_held or self.is_over or self._is_waiting()):
-            await asyncio.sleep(0)
-
-    def _is_waiting(self) -> bool:
-        return not self.wake.is_set() and bool(self.wake._waiters)  # type: ignore[attr-defined]
 
     # Transfers.
 
@@ -446,14 +417,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.finish()
         finally:
-            self.close()
-
-    def close(self) -> None:
-        """End the loop, and forget it."""
-        self.stepping.cancel()
-        self.executor.is_closed = True
-        self.events.run_until_complete(asyncio.wait([self.stepping]))
-        self.events.close()
+            self.loop.close()
 
     def finish(self) -> None:
         for _ in range(60 * (len(self.requests) + 1)):
@@ -598,10 +562,10 @@ def walk(
         for _ in range(num_steps):
             _step(machine, rng, rng.choices(names, shares)[0], num_failing, has_masks)
             machine.is_consistent()
-            if machine.is_over:
+            if machine.loop.is_over:
                 break
     except BaseException:
-        machine.close()
+        machine.loop.close()
         raise
     machine.teardown()
 

@@ -24,13 +24,13 @@ from prefill_worker.config import PrefillConfig
 from prefill_worker.request import FinishedPrompt, Progress, Prompt, ReadyPages
 from prefill_worker.scheduler import Scheduler
 from prefill_worker.step_plan import StepPlan
-from tests.decode_worker.held_engine import HeldEngine, HeldExecutor
 from tests.support.fake_engine import (
     FakeModel,
     check_cached_pages,
     fake_tokens,
     overwrite_free_pages,
 )
+from tests.worker.held_engine import HeldEngine, HeldExecutor
 from tests.worker.held_loop import HeldLoop
 from worker.errors import EngineLost, PassFailed, WorkerError
 from worker.host import probing

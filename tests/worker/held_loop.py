@@ -7,8 +7,8 @@ two failures.
 import asyncio
 from typing import Any
 
-from tests.decode_worker.held_engine import AcceleratorError, HeldExecutor
 from tests.support.virtual_time import VirtualLoop
+from tests.worker.held_engine import AcceleratorError, HeldExecutor
 from worker.step_loop import StepLoop
 from worker.wake import Wake
 
@@ -20,15 +20,18 @@ class HeldLoop:
         loop_class: StepLoop, or one with a planted bug.
         executor: Holds the calls of the engine.
         options: The rest of what StepLoop takes.
+
+    Attributes:
+        wake: That of the step loop.
     """
 
     def __init__(
         self, loop_class: type[StepLoop[Any, Any, Any]], executor: HeldExecutor, **options: Any
     ) -> None:
         self._executor = executor
-        self._wake = Wake()
+        self.wake = Wake()
         self._events = VirtualLoop(limit_s=1e9)
-        stepping = loop_class(executor=executor, wake=self._wake, **options)
+        stepping = loop_class(executor=executor, wake=self.wake, **options)
         self._running = self._events.create_task(stepping.run())
 
     @property
@@ -52,12 +55,11 @@ class HeldLoop:
             raise self._executor.bug
 
     def end_call(self, how: str, *, row: int) -> None:
-        """Let the call that waits end "well", "badly", or with one row "undrawn"."""
+        """Let the call that waits end "well", "badly", or with one row "undrawn"; then `run`."""
         self._executor.let_go(
             RuntimeError("planted") if how == "badly" else None,
             undrawn=row if how == "undrawn" else None,
         )
-        self.run()
 
     def lose_device(self) -> None:
         """End all calls as those of a device that is lost."""
@@ -66,9 +68,8 @@ class HeldLoop:
             self.run()
 
     def stop(self) -> None:
-        """Stop it as a worker does that ends."""
+        """Stop it at the next `run`, as a worker does that ends."""
         self._running.cancel()
-        self.run()
 
     def close(self) -> None:
         """End it, whatever it waits for, and forget it."""
@@ -78,14 +79,15 @@ class HeldLoop:
         self._events.close()
 
     async def _run(self, is_arrival: bool, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+        if seconds:
+            await asyncio.sleep(seconds)
         if is_arrival:
-            self._wake.set_by_arrival()
+            self.wake.set_by_arrival()
         else:
-            self._wake.set()
+            self.wake.set()
             await asyncio.sleep(0.002)  # which ends a burst
         while not (self._executor.is_held or self.is_over or self._is_waiting()):
             await asyncio.sleep(0)
 
     def _is_waiting(self) -> bool:
-        return not self._wake.is_set() and bool(self._wake._waiters)
+        return not self.wake.is_set() and bool(self.wake._waiters)
