@@ -61,7 +61,7 @@ class Attempt:
         self._span = begin_part("prefill", self.prompt.trace, request_id=self.prompt.request_id)
         self._on_change = on_change
         self._scheduler = scheduler
-        self._has_failed = False
+        self._is_told = False  # why it failed, or that it has ended
         self._tell = tell
         self._sender = Sender(
             ticket=start.ticket,
@@ -98,6 +98,7 @@ class Attempt:
             self._sender.driver.stream_lost("an internal error")
         self._scheduler.end(self.prompt)
         self._on_change()
+        self._is_told = True
         self._tell(PrefillEnd())
         account: dict[str, object] = {
             "outcome": outcome,
@@ -129,8 +130,8 @@ class Attempt:
 
     def fail(self, failure: PrefillFailure) -> None:
         """Give up and tell the receiver why; the first reason counts."""
-        if not self._has_failed:
-            self._has_failed = True
+        if not self._is_told:
+            self._is_told = True
             self._tell(failure)
             self._sender.driver.post(Cancelled(failure.message))
 

@@ -540,6 +540,36 @@ def test_a_receiver_that_never_takes_its_pages_loses_them_at_the_deadline() -> N
     run(scenario)
 
 
+def test_nothing_follows_the_end_of_an_attempt_whose_pages_are_still_read() -> None:
+    async def scenario(cluster: WorkerCluster, stub: Any) -> None:
+        await connect(cluster, stub)
+        call = stub.Prefill()
+        await call.write(start_of(cluster, prompt_of(40)))
+        await call.write(start_of(cluster, prompt_of(40, seed=1), 2))
+        messages = []
+        async for each in responses(call):
+            messages.append((each.attempt_id, each.WhichOneof("message")))
+            if each.transfer.HasField("chunk_ready") and each.attempt_id == 1:
+                await call.write(transfer(cluster, 1, chunk_go=worker_pb2.ChunkGo()))
+            if each.transfer.HasField("chunk_posted"):
+                await call.write(leave(1))
+            if messages[-1] == (1, "end"):
+                break
+        [prefill] = cluster.prefills
+        stopping = prefill.process.spawn(prefill.worker.stop(0.0))
+        async for each in responses(call):
+            messages.append((each.attempt_id, each.WhichOneof("message")))
+            if messages[-1] == (2, "end"):
+                break
+        call.cancel()
+        await stopping
+
+        assert [kind for attempt_id, kind in messages if attempt_id == 1][-1] == "end"
+        assert (2, "failure") in messages
+
+    run(scenario)
+
+
 def test_a_transfer_that_is_cancelled_is_no_failure() -> None:
     async def scenario(cluster: WorkerCluster, _: Any) -> None:
         router = await cluster.session()
