@@ -379,31 +379,29 @@ class StepLoop(Generic[PlanT, WorkT, ProgressT]):
         """Return if the engine still computes; otherwise end all requests and raise EngineLost."""
         self._num_failed += 1
         reason: WorkerError | None = _blame(error)
-        if reason is None:
-            while self._num_failed < self._max_failed_passes:
+        while reason is None and self._num_failed < self._max_failed_passes:
+            try:
                 computes = await self._probe()
-                if computes is None:
-                    return
+            except Exception as failure:
+                logger.exception("probe_failed")
+                self._num_failed += 1
+                reason = _blame(failure)
+            else:
                 if computes:
                     self._num_failed = 0
-                    return
-                self._num_failed += 1
-            reason = Failing("the engine of this worker fails")
+                return
+        reason = reason or Failing("the engine of this worker fails")
         while self._unsettled:
             self._fail(self._unsettled.popleft(), reason)
         raise EngineLost(f"{type(error).__name__}: {error}") from error
 
-    async def _probe(self) -> bool | None:
-        """Return whether a probe succeeds; None: there is no page for one."""
+    async def _probe(self) -> bool:
+        """Compute one token; return False if there is no page for one."""
         with self._make_probe() as probe:
             if probe is None:
-                return None
-            try:
-                await self._launch(EngineStep(slices=(probe,)))
-                await self._read()
-            except Exception:
-                logger.exception("probe_failed")
                 return False
+            await self._launch(EngineStep(slices=(probe,)))
+            await self._read()
             return True
 
 

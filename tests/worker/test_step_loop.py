@@ -459,23 +459,44 @@ def test_where_a_device_is_lost_under_two_steps_those_in_both_are_told_and_nothi
     assert not world.launched, "a step still ran when its pages could be given away"
 
 
+def loses_the_device_next(world: World, error: Exception) -> None:
+    """Let the first read that fails raise another error than all later ones."""
+    read = world.read
+
+    async def reads() -> StepResult:
+        try:
+            return await read()
+        except RuntimeError:
+            world.error = error
+            raise
+
+    world.read = reads  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("error", [AcceleratorError("x"), EngineHangs("x")])
 def test_a_device_lost_under_a_step_that_is_dropped_is_told_as_any_other(error: Exception) -> None:
     world = World(6, most=2, max_launched=2)
     world.bad = {"r0", "r2", "probe"}
-    read = world.read
-
-    async def loses_the_device_second() -> StepResult:
-        try:
-            return await read()
-        finally:
-            world.error = error
-
-    world.read = loses_the_device_second  # type: ignore[method-assign]
+    loses_the_device_next(world, error)
     with pytest.raises(EngineLost, match="x"):
         run(world)
 
     assert list(world.failures) == ["r0", "r1", "r2", "r3"]
+    assert all(isinstance(each, PassFailed) for each in world.failures.values())
+    assert len(world.passes) == 2, "nothing more is asked of a device that is gone"
+
+
+@pytest.mark.parametrize("error", [AcceleratorError("x"), EngineHangs("x")])
+def test_a_device_lost_under_the_probe_after_a_failed_pass_is_told_to_those_in_the_pass(
+    error: Exception,
+) -> None:
+    world = World(2, max_failed_passes=9)
+    world.bad = {"r0", "probe"}
+    loses_the_device_next(world, error)
+    with pytest.raises(EngineLost, match="injected"):
+        run(world)
+
+    assert list(world.failures) == ["r0", "r1"]
     assert all(isinstance(each, PassFailed) for each in world.failures.values())
     assert len(world.passes) == 2, "nothing more is asked of a device that is gone"
 
