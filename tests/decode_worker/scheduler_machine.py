@@ -9,15 +9,14 @@ quarantine.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import precondition, rule
 
 from decode_worker.config import DecodeConfig
 from decode_worker.masks import TokenMasks
@@ -26,8 +25,7 @@ from decode_worker.scheduler import Scheduler
 from decode_worker.step_plan import StepPlan
 from grammars.constraint import Constraint
 from kv_cache.layout import num_pages_for
-from kv_cache.page_pool import PageState, Quarantined
-from kv_cache.prefix_cache import PrefixCache
+from kv_cache.page_pool import Quarantined
 from llm_engine.drawing import next_draw
 from llm_engine.sampling import SamplingParams, SequenceSlice
 from tests.decode_worker.held_grammars import (
@@ -39,17 +37,13 @@ from tests.decode_worker.held_grammars import (
 from tests.support.fake_engine import (
     FakeEngine,
     FakeModel,
-    check_cached_pages,
     fake_tokens,
-    overwrite_free_pages,
 )
 from tests.support.grammar_cases import regex
-from tests.worker.held_engine import HeldEngine, HeldExecutor
-from tests.worker.held_loop import HeldLoop
-from worker.errors import EngineLost, InternalError, WorkerError
-from worker.host import probing
+from tests.worker.held_engine import HeldEngine
+from tests.worker.loop_machine import ENDS, LoopMachine
+from worker.errors import InternalError, WorkerError
 from worker.identity import ModelInfo, WorkerIdentity
-from worker.step_loop import StepLoop
 
 MODEL = FakeModel(vocab_size=VOCAB_SIZE, eos_token_ids=(0,))
 PAGE_SIZE = 4
@@ -81,24 +75,16 @@ class Quarantine:
     steps_left: int = 3
 
 
-# How a call of the engine ends.
-ENDS = ["well"] * 12 + ["badly"] * 2 + ["undrawn"]
 # Whether a thread meets a bug in a grammar.
 RAISES = [False] * 15 + [True]
 
 
-class SchedulerMachine(RuleBasedStateMachine):
+class SchedulerMachine(LoopMachine):
     scheduler_class = Scheduler
-    loop_class: type[StepLoop[Any, Any, Any]] = StepLoop
-    seen: ClassVar[Counter[str]] = Counter()  # what really happened, over all examples
+    seen: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
-        super().__init__()
-        self.engine = HeldEngine(MODEL, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
-        self.executor = HeldExecutor(self.engine)
-        self.cache = PrefixCache(
-            num_pages=NUM_PAGES, page_size=PAGE_SIZE, fingerprint=MODEL.fingerprint
-        )
+        super().__init__(HeldEngine(MODEL, num_pages=NUM_PAGES, page_size=PAGE_SIZE), MODEL)
         self.config = DecodeConfig(
             max_running_sequences=5, max_step_tokens=12, local_prefill_max_tokens=1
         )
@@ -121,18 +107,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.cancelled: set[tuple[Request, int]] = set()
         self.transfers: list[Transfer] = []
         self.quarantines: list[Quarantine] = []
-        self.loop = HeldLoop(
-            self.loop_class,
-            self.executor,
-            scheduler=self.scheduler,
-            listener=self,
-            eos_token_ids=MODEL.eos_token_ids,
-            before_step=self.before_step,
-            make_probe=self.probe,
-            max_failed_passes=3,
-        )
+        self.loop = self.make_loop()
         self.waits_alone = False  # the newest plan is to run alone, and was made behind others
-        self.has_ended = False
         self.threads = HeldThreads()
         grammars: Any = FakeGrammars()
         threads: Any = self.threads
@@ -194,21 +170,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.run_loop(is_arrival=is_arrival)
 
     @precondition(lambda self: self.executor.is_held)
-    @rule(ends=st.lists(st.sampled_from(ENDS), min_size=1, max_size=6), row=st.integers(0, 2))
-    def let_go(self, ends: Sequence[str], row: int) -> None:
-        """Let calls of the engine end, one after the other."""
-        for end in ends:
-            if not self.executor.is_held:
-                break
-            self.write_late()
-            self.seen[f"calls that end {end}"] += 1
-            self.seen["dropped steps"] += end == "badly" and self.engine.num_launched == 2
-            self.seen["failed steps with masks"] += end == "badly" and self.engine.has_masks
-            self.seen["steps ahead"] += self.engine.num_launched == 2
-            self.loop.end_call(end, row=row)
-            self.run_loop()
-
-    @precondition(lambda self: self.executor.is_held)
     @rule(which=st.integers(0, 4), ends=st.lists(st.sampled_from(ENDS), max_size=3))
     def fail_twice(self, which: int, ends: Sequence[str]) -> None:
         """Fail a pass of a prefill worker for a running request, and a step behind which it waits.
@@ -239,25 +200,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 raises = False
         self.run_loop()
 
-    @precondition(lambda self: self.executor.is_held)
-    @rule(loses=st.sampled_from(["nothing"] * 30 + ["the device", "the loop"]))
-    def end_loop(self, loses: str) -> None:
-        """Lose the device, or stop the loop as a worker does that ends."""
-        if loses == "nothing":
-            return
-        self.seen[f"lost {loses}"] += 1
-        if loses == "the device":
-            self.loop.lose_device()
-        else:
-            self.loop.stop()
-        self.run_loop()
-        assert self.loop.is_over
-
-    @rule()
-    def wait(self) -> None:
-        """Let time pass, so that an idle loop asks after the device."""
-        self.run_loop(seconds=6.0)
-
     # What the step loop asks for.
 
     def planned(self, plan: StepPlan) -> None:
@@ -283,26 +225,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         if work not in self.finished:
             self.forget(work)
 
-    @contextmanager
-    def probe(self) -> Iterator[SequenceSlice | None]:
-        with probing(self.cache) as probe:
-            self.seen["probes"] += probe is not None
-            yield probe
-
     # How it runs.
 
-    def run_loop(self, **options: Any) -> None:
-        self.loop.run(**options)
-        if self.loop.is_over and not self.has_ended:
-            self.has_ended = True
-            self.end_all()
+    def before_end(self, end: str) -> None:
+        super().before_end(end)
+        self.seen[f"calls that end {end}"] += 1
+        self.seen["failed steps with masks"] += end == "badly" and self.engine.has_masks
+        self.write_late()
 
     def end_all(self) -> None:
-        """End all requests as a worker does whose loop has ended; nothing is held then."""
-        if self.loop.error is not None:
-            self.seen["lost engines"] += 1
-            if not isinstance(self.loop.error, EngineLost):
-                raise self.loop.error
+        self.seen["lost engines"] += self.loop.error is not None
         for transfer in list(self.transfers):
             self.fail_transfer(transfer, may_be_written=False)
         for request in self.requests:
@@ -397,27 +329,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # What must hold.
 
-    @invariant()
-    def is_consistent(self) -> None:
-        self.scheduler.check_integrity()
-        check_cached_pages(self.cache, self.engine.storage, MODEL)
+    def check_others(self) -> None:
         foreign = {page_id for each in self.quarantines for page_id in each.page_ids}
         for transfer in self.transfers:
             pages = transfer.group.pages
             assert pages is not None
             foreign.update(pages.page_ids[pages.num_committed_pages :])
-        for page_id in self.engine.written_pages():
-            is_kept = self.cache.pool.state(page_id) is PageState.LIVE
-            assert is_kept, "a page that a step in flight writes was given back"
-            assert page_id not in foreign, "a step in flight and a transfer write the same page"
-        overwrite_free_pages(self.cache, self.engine.storage)
-
-    def teardown(self) -> None:
-        """Everyone who was not cancelled finishes, within a number of steps that work explains."""
-        try:
-            self.finish()
-        finally:
-            self.loop.close()
+        is_apart = foreign.isdisjoint(self.engine.written_pages())
+        assert is_apart, "a step in flight and a transfer write the same page"
 
     def finish(self) -> None:
         for _ in range(60 * (len(self.requests) + 1)):
@@ -436,10 +355,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.is_idle() and not self.executor.is_held:
                 break
         assert len(self.finished) == len(self.requests), "a request never finished"
-        assert self.scheduler.num_waiting == 0
-        assert self.scheduler.num_running == 0
-        counts = self.cache.pool.counts()
-        assert counts.free + counts.cached == counts.total, f"leaked: {counts}"
+        self.check_nothing_is_held()
 
         totals = self.scheduler.totals
         self.seen["finished"] += len(self.finished)

@@ -7,34 +7,27 @@ or badly. What was sent is read late, also after the end of its prompt.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from random import Random
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import precondition, rule
 
 from kv_cache.layout import num_pages_for
-from kv_cache.page_pool import PageState
-from kv_cache.prefix_cache import PrefixCache
 from llm_engine.engine_step import EngineStep
-from llm_engine.sampling import SamplingParams, SequenceSlice
+from llm_engine.sampling import SamplingParams
 from prefill_worker.config import PrefillConfig
 from prefill_worker.request import FinishedPrompt, Progress, Prompt, ReadyPages
 from prefill_worker.scheduler import Scheduler
 from prefill_worker.step_plan import StepPlan
 from tests.support.fake_engine import (
     FakeModel,
-    check_cached_pages,
     fake_tokens,
-    overwrite_free_pages,
 )
-from tests.worker.held_engine import HeldEngine, HeldExecutor
-from tests.worker.held_loop import HeldLoop
-from worker.errors import EngineLost, PassFailed, WorkerError
-from worker.host import probing
-from worker.step_loop import StepLoop
+from tests.worker.held_engine import HeldEngine
+from tests.worker.loop_machine import LoopMachine
+from worker.errors import PassFailed, WorkerError
 
 MODEL = FakeModel(vocab_size=50)
 PAGE_SIZE = 4
@@ -49,9 +42,6 @@ CONFIG = PrefillConfig(
 )
 
 PageTable = tuple[int, ...]
-
-# How a call of the engine ends.
-ENDS = ["well"] * 12 + ["badly"] * 2 + ["undrawn"]
 
 
 def prompt_with(tokens: tuple[int, ...], **fields: Any) -> Prompt:
@@ -95,35 +85,19 @@ def _page_tables(step: EngineStep) -> list[PageTable]:
     return [tuple(each.page_ids) for each in step.slices]
 
 
-class SchedulerMachine(RuleBasedStateMachine):
+class SchedulerMachine(LoopMachine):
     scheduler_class = Scheduler
-    loop_class: type[StepLoop[Any, Any, Any]] = StepLoop
-    seen: ClassVar[Counter[str]] = Counter()  # what really happened, over all examples
+    seen: ClassVar[Counter[str]] = Counter()
+    engine: WatchedEngine
 
     def __init__(self) -> None:
-        super().__init__()
-        self.engine = WatchedEngine(MODEL, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
-        self.executor = HeldExecutor(self.engine)
-        self.cache = PrefixCache(
-            num_pages=NUM_PAGES, page_size=PAGE_SIZE, fingerprint=MODEL.fingerprint
-        )
+        super().__init__(WatchedEngine(MODEL, num_pages=NUM_PAGES, page_size=PAGE_SIZE), MODEL)
         self.scheduler = self.scheduler_class(config=CONFIG, cache=self.cache, page_size=PAGE_SIZE)
         self.prompts: list[Prompt] = []
         self.done: set[Prompt] = set()  # finished, failed or cancelled
         self.num_sent: Counter[Prompt] = Counter()  # pages, with those that are not wanted
         self.unread: list[ReadyPages] = []  # sent; may be read until they are acknowledged
-        self.loop = HeldLoop(
-            self.loop_class,
-            self.executor,
-            scheduler=self.scheduler,
-            listener=self,
-            eos_token_ids=MODEL.eos_token_ids,
-            before_step=lambda: None,
-            make_probe=self.probe,
-            max_failed_passes=3,
-        )
-        self.is_losing = False  # the device or the loop
-        self.has_ended = False
+        self.loop = self.make_loop()
 
     # What may happen, in any order.
 
@@ -161,18 +135,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.submit(prompt)
         self.run_loop(is_arrival=is_arrival)
 
-    @precondition(lambda self: self.executor.is_held)
-    @rule(ends=st.lists(st.sampled_from(ENDS), min_size=1, max_size=6), row=st.integers(0, 2))
-    def let_go(self, ends: Sequence[str], row: int) -> None:
-        """Let calls of the engine end, one after the other."""
-        for end in ends:
-            if not self.executor.is_held:
-                break
-            self.seen["steps ahead"] += self.engine.num_launched == 2
-            self.seen["dropped steps"] += self.engine.num_launched == 2 and end == "badly"
-            self.loop.end_call(end, row=row)
-            self.run_loop()
-
     @precondition(lambda self: self.unread)
     @rule(which=st.integers(0, 9))
     def acknowledge(self, which: int) -> None:
@@ -195,25 +157,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.unread = [each for each in self.unread if each.prompt is not prompt]
         self.end(prompt)
         self.run_loop()
-
-    @precondition(lambda self: self.executor.is_held)
-    @rule(loses=st.sampled_from(["nothing"] * 30 + ["the device", "the loop"]))
-    def end_loop(self, loses: str) -> None:
-        """Lose the device, or stop the loop as a worker does that ends."""
-        if loses == "nothing":
-            return
-        self.seen[f"lost {loses}"] += 1
-        self.is_losing = True
-        if loses == "the device":
-            self.loop.lose_device()
-        else:
-            self.loop.stop()
-        self.run_loop()
-
-    @rule()
-    def wait(self) -> None:
-        """Let time pass, so that an idle loop asks after the device."""
-        self.run_loop(seconds=6.0)
 
     # What the step loop asks for.
 
@@ -248,12 +191,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen["failed"] += 1
         self.end(work)
 
-    @contextmanager
-    def probe(self) -> Iterator[SequenceSlice | None]:
-        with probing(self.cache) as probe:
-            self.seen["probes"] += probe is not None
-            yield probe
-
     # How it runs.
 
     @property
@@ -261,16 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Prompts of which something more may come."""
         return [prompt for prompt in self.prompts if prompt not in self.done]
 
-    def run_loop(self, **options: Any) -> None:
-        self.loop.run(**options)
-        if self.loop.is_over and not self.has_ended:
-            self.has_ended = True
-            self.end_all()
-
     def end_all(self) -> None:
-        """End all prompts as a worker does whose loop has ended."""
-        if self.loop.error is not None and not isinstance(self.loop.error, EngineLost):
-            raise self.loop.error
         for prompt in self.alive:
             self.scheduler.end(prompt)
             self.end(prompt)
@@ -306,20 +234,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # What must hold.
 
-    @invariant()
-    def is_consistent(self) -> None:
-        self.scheduler.check_integrity()
-        check_cached_pages(self.cache, self.engine.storage, MODEL)
+    def check_others(self) -> None:
         for ready in self.unread:
             self.check_contents(ready)
-        for page_id in self.engine.written_pages():
-            is_kept = self.cache.pool.state(page_id) is PageState.LIVE
-            assert is_kept, "a page that a step in flight writes was given back"
         suspects = {tuple(p.pages.page_ids) for p in self.prompts if p.pages and p.is_suspect}
         begun = self.engine.begun
         is_alone = len(begun) < 2 or all(map(suspects.isdisjoint, begun))
         assert is_alone, "another step beside a suspect's"
-        overwrite_free_pages(self.cache, self.engine.storage)
 
     def check_contents(self, ready: ReadyPages) -> None:
         """Compare pages that a transfer may read with those that a right engine computes."""
@@ -328,13 +249,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         expected = b"".join(slots[first : first + len(ready.page_ids) * PAGE_SIZE])
         found = self.engine.storage.export_pages(ready.page_ids).tobytes()
         assert found[: len(expected)] == expected, "a page changed before it was read"
-
-    def teardown(self) -> None:
-        """Everyone who was not cancelled finishes, within a number of steps that work explains."""
-        try:
-            self.finish()
-        finally:
-            self.loop.close()
 
     def finish(self) -> None:
         for _ in range(20 * (len(self.prompts) + 1)):
@@ -346,9 +260,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.alive and not self.executor.is_held:
                 break
         assert not self.alive, "a prompt never finished"
-        assert self.scheduler.num_waiting == self.scheduler.num_running == 0
-        counts = self.cache.pool.counts()
-        assert counts.free + counts.cached == counts.total, f"leaked: {counts}"
+        self.check_nothing_is_held()
         self.seen["over quota"] += self.cache.num_over_quota
 
 
