@@ -161,7 +161,7 @@ def time_case(
     for tile in tiles:
         if tile == shipped or is_worth_timing(tile, num_rows):
             launches[name_of(tile)] = partial(linear, x, weight, tile=tile)
-    kernels = {TORCH: bench.kernels_of(launches[TORCH])}
+    kernels = bench.kernels_of(launches[TORCH])
     return [
         Timing(
             weight=weight_name,
@@ -171,7 +171,7 @@ def time_case(
             us=round(us, 2),
             tbps=round(weight.nbytes / us / 1e6, 3),
             tflops=round(2 * num_rows * weight.numel() / us / 1e6, 1),
-            kernels=kernels.get(name, ()),
+            kernels=kernels if name == TORCH else (),
         )
         for name, us in sorted(bench.times_us(launches).items(), key=lambda each: each[1])
     ]

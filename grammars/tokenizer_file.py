@@ -3,8 +3,6 @@
 import hashlib
 from pathlib import Path
 
-TOKENIZER_FILE = "tokenizer.json"
-
 
 def tokenizer_digest(folder: Path) -> str:
     """Return a digest of a folder's tokenizer.json, hexadecimal; empty: there is none.
@@ -13,7 +11,7 @@ def tokenizer_digest(folder: Path) -> str:
         OSError: The file cannot be read.
     """
     try:
-        content = (folder / TOKENIZER_FILE).read_bytes()
+        content = (folder / "tokenizer.json").read_bytes()
     except FileNotFoundError:
         return ""
     return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from grammars.tokenizer_file import TOKENIZER_FILE, tokenizer_digest
+from grammars.tokenizer_file import tokenizer_digest
 from llm_engine.checkpoint import fingerprint
 from llm_engine.errors import CheckpointMissing
 from llm_engine.model_files import open_model
@@ -41,6 +41,6 @@ def read_identity(model: Path) -> ModelIdentity:
     files = open_model(model)
     tokenizer = tokenizer_digest(files.folder)
     if not tokenizer:
-        path = files.folder / TOKENIZER_FILE
+        path = files.folder / "tokenizer.json"
         raise CheckpointMissing(f"{path}: no such file; the tokenizer must be there")
     return ModelIdentity(weights=fingerprint(files.config, files.tensors), tokenizer=tokenizer)

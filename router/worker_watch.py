@@ -65,7 +65,8 @@ class WorkerWatch:
             AioRpcError, OSError: The connection or a call broke.
         """
         worker = self._worker
-        self._check_contract(worker.member.contract_version)
+        own = self._config.contract_version
+        self._refuse(contract_difference(worker.member.contract_version, own))
         info = await wire.get_info(worker.channel, self._config.connect_timeout_s)
         if info.incarnation != worker.member.incarnation:
             raise WorkerGone(
@@ -74,8 +75,8 @@ class WorkerWatch:
             )
         if info.pool != worker.member.pool:
             raise WorkerGone(f"is in pool {info.pool}, was announced as {worker.member.pool}")
-        self._check_contract(info.contract_version)
-        self._check_tokenizer(info.tokenizer_digest)
+        self._refuse(contract_difference(info.contract_version, own))
+        self._refuse(self._other_tokenizer(info.tokenizer_digest))
         self._adopt_model(worker, info.model)
         worker.device = info.device
         worker.receive_s_per_token = self._receive_s_per_token(info)
@@ -93,16 +94,16 @@ class WorkerWatch:
             events.cancel()
             await asyncio.wait([events], timeout=self._config.connect_timeout_s)
 
-    def _check_contract(self, version: int) -> None:
-        if difference := contract_difference(version, self._config.contract_version):
+    def _refuse(self, difference: str) -> None:
+        """Raise WorkerGone for a worker that differs; empty: it does not."""
+        if difference:
             self._worker.misfit = difference
             raise WorkerGone(difference)
 
-    def _check_tokenizer(self, digest: str) -> None:
-        """Refuse a worker whose tokens would be other words here."""
-        if digest and self._tokenizer_digest and digest != self._tokenizer_digest:
-            self._worker.misfit = "another tokenizer.json than this router's"
-            raise WorkerGone(self._worker.misfit)
+    def _other_tokenizer(self, digest: str) -> str:
+        """Say that a worker's tokens would be other words here; empty: not as far as it tells."""
+        is_other = digest and self._tokenizer_digest and digest != self._tokenizer_digest
+        return "another tokenizer.json than this router's" if is_other else ""
 
     def _receive_s_per_token(self, info: WorkerInfo) -> float:
         config = self._config

@@ -25,8 +25,8 @@ ENDS = ["well"] * 12 + ["badly"] * 2 + ["undrawn"]
 class LoopMachine(RuleBasedStateMachine):
     """Anything may happen before a call of the engine ends, well or badly.
 
-    A subclass makes the scheduler and then the loop. It is the loop's listener, and adds
-    the rules of its requests.
+    A subclass makes the scheduler, and then the loop, whose listener it is. It adds the rules of
+    its requests.
     """
 
     loop_class: type[StepLoop[Any, Any, Any]] = StepLoop
