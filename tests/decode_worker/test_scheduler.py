@@ -70,9 +70,13 @@ def test_state_machine(max_examples: int) -> None:
     seen = SchedulerMachine.seen
     # A run in which nothing happens would prove nothing.
     wanted = ["preemptions", "copies", "failed transfers", "shared steps", "steps ahead"]
-    wanted += ["steps alone", "superfluous rows", "lost the device", "steps with masks"]
+    wanted += ["steps alone", "superfluous rows", "steps with masks"]
     missing = {each: seen[each] for each in wanted if seen[each] < 2}
     assert not missing, missing
+    # How often Hypothesis loses the device depends on which modules are loaded, of whose constants
+    # it makes examples. Walks do not depend on them.
+    walk_all(SchedulerMachine, 30)
+    assert seen["lost the device"] >= 2, seen
 
 
 @pytest.mark.parametrize(
