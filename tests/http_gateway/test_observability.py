@@ -81,6 +81,7 @@ def test_the_span_of_a_request_is_the_parent_of_its_routers_and_holds_nothing_of
         asked = asked_of(served)
         exchange(served.host_and_port, request(TEXT, '{"prompt": 5}'))
         wait_until(lambda: len(traces.spans) == 2)
+        wait_until(lambda: len(lines(caplog)) == 2)  # each is written when its span has ended
         _, wrong = traces.spans
 
     assert (span.name, span.kind) == (f"POST {TEXT}", SpanKind.SERVER)
