@@ -94,7 +94,8 @@ def demo_model_dir(cache_dir: Path | None = None) -> Path:
         raise ConfigError(str(error)) from error
     with suppress(OSError):  # a folder that was filled for this user alone to read
         os.utime(folder)
-    for other in sorted(folder.parent.glob(f"{FOLDERS}*"), key=_used_at)[:-KEPT_MODELS]:
+    others = set(folder.parent.glob(f"{FOLDERS}*")) - {folder}
+    for other in sorted(others, key=_used_at)[: 1 - KEPT_MODELS]:
         shutil.rmtree(other, ignore_errors=True)
     return folder
 
