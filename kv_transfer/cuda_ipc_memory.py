@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kv_cache.page_storage import PageStorage
 from kv_cache.torch_storage import TorchPageStorage
+from kv_transfer.cuda_runtime import OwnStreams, called, words_at
 from kv_transfer.errors import TransportRefused
-from kv_transfer.own_streams import OwnStreams
 
 cuda: Any = torch.cuda  # its streams and events are not typed
 
@@ -49,7 +49,7 @@ class CudaMemory:
         self.device = storage.pages.device  # with its number, which the storage's may lack
         self.page_bytes = storage.page_bytes
         self.streams = OwnStreams(self.device)
-        driver = self.called("cudaDriverGetVersion", self.runtime.cudaDriverGetVersion())
+        driver = called("cudaDriverGetVersion", self.runtime.cudaDriverGetVersion())
         self.copies_in_batches: bool = driver >= _BATCH_DRIVER
         self.words = storage.words
         uuid = cuda.get_device_properties(self.device).uuid
@@ -61,8 +61,8 @@ class CudaMemory:
         address = self.words.data_ptr()
         # A handle is that of a whole allocation, in which the pages may begin anywhere.
         pointer = self._driver.CUdeviceptr(address)
-        base, _ = self.called("cuMemGetAddressRange", self._driver.cuMemGetAddressRange(pointer))
-        handle = self.called("cudaIpcGetMemHandle", self.runtime.cudaIpcGetMemHandle(int(base)))
+        base, _ = called("cuMemGetAddressRange", self._driver.cuMemGetAddressRange(pointer))
+        handle = called("cudaIpcGetMemHandle", self.runtime.cudaIpcGetMemHandle(int(base)))
         offset = (address - int(base)).to_bytes(_OFFSET_BYTES, "big")
         return bytes(handle.reserved) + offset + self._gpu_id
 
@@ -73,7 +73,7 @@ class CudaMemory:
         handle = self.runtime.cudaIpcMemHandle_t()
         handle.reserved = card[:_HANDLE_BYTES]
         flags = self.runtime.cudaIpcMemLazyEnablePeerAccess
-        base = self.called("cudaIpcOpenMemHandle", self.runtime.cudaIpcOpenMemHandle(handle, flags))
+        base = called("cudaIpcOpenMemHandle", self.runtime.cudaIpcOpenMemHandle(handle, flags))
         offset = int.from_bytes(card[_HANDLE_BYTES:-_GPU_ID_BYTES], "big")
         is_same_gpu = card[-_GPU_ID_BYTES:] == self._gpu_id
         try:
@@ -87,19 +87,11 @@ class CudaMemory:
         """Refuse pages beyond the mapped memory: reading them would cost this process its GPU."""
         pointer = self._driver.CUdeviceptr(base)
         returned = self._driver.cuMemGetAddressRange(pointer)
-        _, num_bytes = self.called("cuMemGetAddressRange", returned)
+        _, num_bytes = called("cuMemGetAddressRange", returned)
         if end > num_bytes:
             raise TransportRefused(
                 f"the card's pages end at byte {end} of their memory, which has {num_bytes}"
             )
-
-    @staticmethod
-    def called(name: str, returned: Any) -> Any:
-        """Return what a CUDA function returned after its error code; raises TransportRefused."""
-        code, *values = returned
-        if int(code):
-            raise TransportRefused(f"{name} failed: {code}")
-        return values[0] if len(values) == 1 else tuple(values)
 
 
 class CudaPeerPages:
@@ -139,7 +131,7 @@ class CudaPeerPages:
         memory = self._memory
         memory.streams.give_back(self._stream)
         cuda.set_device(memory.device)
-        memory.called("cudaIpcCloseMemHandle", memory.runtime.cudaIpcCloseMemHandle(self._base))
+        called("cudaIpcCloseMemHandle", memory.runtime.cudaIpcCloseMemHandle(self._base))
 
     def _copy_by_kernel(
         self, words: Tensor, source_ids: Sequence[int], target_ids: Sequence[int]
@@ -169,31 +161,17 @@ class CudaPeerPages:
             returned = runtime.cudaMemcpyBatchAsync(
                 targets, sources, sizes, len(runs), [in_order], [0], 1, stream
             )
-            memory.called("cudaMemcpyBatchAsync", returned)
+            called("cudaMemcpyBatchAsync", returned)
             return
         kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
         for target, source, size in zip(targets, sources, sizes, strict=True):
             returned = runtime.cudaMemcpyAsync(target, source, size, kind, stream)
-            memory.called("cudaMemcpyAsync", returned)
+            called("cudaMemcpyAsync", returned)
 
     def _as_tensor(self, num_pages: int) -> Tensor:
         page_words = self._memory.words.shape[1]
-        described = _Described(self._first, num_pages * page_words)
-        flat = torch.as_tensor(described, device=self._memory.device)
+        flat = words_at(self._first, num_pages * page_words, self._memory.device)
         return flat.view(num_pages, page_words)
-
-
-class _Described:
-    """Words at an address, as torch takes them without a copy."""
-
-    def __init__(self, address: int, num_words: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_words,),
-            "typestr": "<i4",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
 
 
 def runs_of_pages(

@@ -14,7 +14,7 @@ operation records those of the one before again.
 """
 
 import importlib
-import time
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,15 +23,14 @@ from torch import Tensor
 
 from kv_cache.page_storage import PageStorage
 from kv_cache.torch_storage import TorchPageStorage
+from kv_transfer.cuda_runtime import OwnMemory, OwnStreams, wait_until_idle
 from kv_transfer.errors import ConnectionBroken, TransportRefused
-from kv_transfer.own_streams import OwnStreams
 from kv_transfer.polling_thread import Steps
 
 cuda: Any = torch.cuda  # its streams and events are not typed
 
 MAX_CTAS = 16  # many for a short time disturb other kernels less than few for long
 WARM_UP_BYTES = 4096
-IDLE_POLL_S = 0.001
 
 
 class NcclDevice:
@@ -43,9 +42,10 @@ class NcclDevice:
         try:
             self.core: Any = importlib.import_module("nccl.core")
             self.result: Any = importlib.import_module("nccl.bindings.nccl").Result
-            # Apart: slabs lie in memory that torch keeps for the stream of the wire.
+            # Apart: torch keeps memory for each stream of copies, on which page ids lie.
             self.wire_streams = OwnStreams(storage.device)
             self.copy_streams = OwnStreams(storage.device)
+            self.memory = OwnMemory(storage.words.device)
         except ImportError as error:
             raise TransportRefused(
                 "transport nccl needs nccl4py: install pagewire[cuda], then run `pagewire doctor`"
@@ -103,6 +103,7 @@ class NcclLink:
         self._pages_in_message = pages_in_message
         self._communicator: Any = device.core.Communicator()
         self._wire, self._copy = device.wire_streams.take(), device.copy_streams.take()
+        self._memory: Tensor | None = None  # of both slabs
         self._slabs: tuple[Tensor, ...] = ()
         # Held until the next operation: copies that an abort leaves behind still read them.
         self._ids: list[Tensor] = []
@@ -117,12 +118,8 @@ class NcclLink:
         )
         yield from self._settled()
         shape = (self._pages_in_message, self._device.words.shape[1])
-        # Not on the default stream: there torch may give out memory that the engine has freed, and
-        # that a step which still runs uses.
-        with cuda.stream(self._wire):
-            self._slabs = tuple(
-                torch.empty(shape, dtype=torch.int32, device=self._device.device) for _ in range(2)
-            )
+        self._memory = self._device.memory.take(2 * math.prod(shape), self._wire)
+        self._slabs = tuple(self._memory.view(2, *shape))
         # A first message makes NCCL connect the peers and load its kernel while both live.
         first = self._bytes(self._slabs[0])[:WARM_UP_BYTES]
         yield from self._move(first, is_send=self._is_sender)
@@ -158,10 +155,12 @@ class NcclLink:
         cuda.set_device(self._device.device)
         self._communicator.abort()
         # Copies that were enqueued behind the aborted message still run, on quarantined pages.
-        while not (self._wire.query() and self._copy.query()):
-            time.sleep(IDLE_POLL_S)
-        # Idle, so that other connections may have their memory and streams.
+        wait_until_idle(self._wire, self._copy)
+        # So others may have their streams, and the device their memory.
         self._slabs, self._ids, self._events = (), [], []
+        if self._memory is not None:
+            self._device.memory.give_back(self._memory, self._wire)
+            self._memory = None
         self._device.wire_streams.give_back(self._wire)
         self._device.copy_streams.give_back(self._copy)
 

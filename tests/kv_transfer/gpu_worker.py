@@ -161,7 +161,7 @@ async def _serve(pipe: Pipe, device: int, seed: int, name: str, options: dict[st
     else:
         transport = CudaIpcTransport(storage, ProvenSockets(host="127.0.0.1"), **options)
     loop = asyncio.get_running_loop()
-    connection: Connection | None = None
+    connections: list[Connection] = []  # the newest one moves pages, the oldest is aborted first
     while True:
         command, arguments = await asyncio.to_thread(pipe.recv)
         answer: Any = None
@@ -171,35 +171,30 @@ async def _serve(pipe: Pipe, device: int, seed: int, name: str, options: dict[st
                 case "offer", (connection_id,):
                     answer = transport.offer(connection_id, KEY)
                 case "accept", (connection_id,):
-                    connection = await transport.accept(connection_id, loop.time() + 30)
+                    connections.append(await transport.accept(connection_id, loop.time() + 30))
                 case "connect", (connection_id, offer):
-                    connection = await transport.connect(
-                        connection_id, offer, KEY, loop.time() + 30
+                    connections.append(
+                        await transport.connect(connection_id, offer, KEY, loop.time() + 30)
                     )
                 case "send", (page_ids, seconds):
-                    assert connection is not None
-                    await in_chunks(connection.send, page_ids, seconds)
+                    await in_chunks(connections[-1].send, page_ids, seconds)
                 case "receive", (page_ids, seconds):
-                    assert connection is not None
-                    await in_chunks(connection.receive, page_ids, seconds)
+                    await in_chunks(connections[-1].receive, page_ids, seconds)
                 case "send for ever", (page_ids,):
-                    assert connection is not None
                     while True:
-                        await in_chunks(connection.send, page_ids, 5.0)
+                        await in_chunks(connections[-1].send, page_ids, 5.0)
                 case "receive until broken", (page_ids, seconds):
-                    assert connection is not None
                     answer = 0
                     while True:
                         try:
-                            await in_chunks(connection.receive, page_ids, seconds)
+                            await in_chunks(connections[-1].receive, page_ids, seconds)
                         except ConnectionBroken:
                             break
                         answer += 1
                 case "load a kernel after", (seconds,):
                     threading.Timer(seconds, launch_late, [storage.device]).start()
                 case "abort", ():
-                    assert connection is not None
-                    await connection.abort()
+                    await connections.pop(0).abort()
                     answer = loop.time() - started_at
                 case "digest", (page_ids,):
                     answer = storage.digest_pages(page_ids)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kv_transfer.own_streams import OwnStreams
+from kv_transfer.cuda_runtime import OwnMemory, OwnStreams
 
 
 class Communicator:
@@ -40,4 +40,5 @@ def device_of(words: Tensor, communicator: type[Communicator] = Communicator) ->
         words=words,
         wire_streams=OwnStreams(words.device),
         copy_streams=OwnStreams(words.device),
+        memory=OwnMemory(words.device),
     )

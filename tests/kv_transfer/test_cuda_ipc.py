@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import json
 import struct
 import threading
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from kv_cache.page_storage import PageBytes
-from kv_transfer import cuda_ipc_memory, own_streams
+from kv_transfer import cuda_ipc_memory
 from kv_transfer.cuda_ipc import CudaIpcTransport, Receiving, Sending
 from kv_transfer.cuda_ipc_memory import runs_of_pages
 from kv_transfer.driver import TransferStats
@@ -26,7 +25,6 @@ from kv_transfer.errors import (
     TransportRefused,
 )
 from kv_transfer.order import WINDOW, Incoming, Outgoing
-from kv_transfer.own_streams import OwnStreams
 from kv_transfer.proven_sockets import ProvenSockets
 from prefill_worker.config import PrefillConfig
 from tests.kv_transfer.ipc_pair import SOURCE_CARD, HostPages, Pair, a_pair, ipc_threads
@@ -40,6 +38,7 @@ from tests.kv_transfer.pair import (
     make_storage,
 )
 from tests.kv_transfer.tcp_pair import page_tls, run, soon, wire_tap
+from tests.kv_transfer.test_cuda_runtime import make_streams
 from tests.support.certificates import Authority
 from tests.support.fake_engine import FakePageStorage
 from tests.support.loopback import LoopbackNetwork
@@ -684,31 +683,6 @@ def test_mapping_that_outlasts_the_deadline_leaves_nothing_mapped() -> None:
             assert pair.mapped.closed_by.startswith("cuda_ipc"), "it blocks the event loop"
 
     run(scenario)
-
-
-def make_streams(monkeypatch: pytest.MonkeyPatch, *, code: int = 0) -> OwnStreams:
-    """Return streams whose numbers count up from 1; a code other than 0 is that of an error."""
-    numbers = itertools.count(1)
-    runtime = SimpleNamespace(
-        cudaStreamNonBlocking=1, cudaStreamCreateWithFlags=lambda flags: (code, next(numbers))
-    )
-    cuda = SimpleNamespace(
-        device=contextlib.nullcontext, ExternalStream=lambda number, device: number
-    )
-    monkeypatch.setattr(own_streams, "cuda", cuda)
-    streams = object.__new__(OwnStreams)
-    streams._runtime, streams._device, streams._idle = runtime, torch.device("cpu"), []
-    return streams
-
-
-def test_streams_that_were_given_back_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch keeps memory for each stream that it has seen."""
-    streams = make_streams(monkeypatch)
-    assert [streams.take(), streams.take()] == [1, 2]
-    streams.give_back(2)
-    streams.give_back(1)
-
-    assert [streams.take(), streams.take(), streams.take()] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -81,16 +81,23 @@ def test_a_receive_that_is_aborted_leaves_the_sender_able_to_connect_anew() -> N
 
 
 def test_connections_that_come_and_go_leave_no_memory_behind() -> None:
-    with workers(8 << 20) as (sender, receiver):
-        reserved = []
+    """Not even those of which two live at once."""
+    with workers(64 << 20) as (sender, receiver):
+        reserved, free_mib = [], []
         for number in range(6):
             connect(sender, receiver, f"c{number}")
+            if number == 3:
+                connect(sender, receiver, "c3 again")
+                for worker in (sender, receiver):
+                    assert worker.ask("abort") < 5.0
             move(sender, receiver, ALL, ALL)
             for worker in (sender, receiver):
                 assert worker.ask("abort") < 5.0
             reserved.append([worker.ask("reserved bytes") for worker in (sender, receiver)])
+            free_mib.append([worker.ask("free bytes") >> 20 for worker in (sender, receiver)])
 
     assert reserved[1:] == reserved[:-1]
+    assert free_mib[1:] == free_mib[:-1]
 
 
 class _PeerOfSevens(Communicator):

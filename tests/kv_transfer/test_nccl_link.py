@@ -3,7 +3,6 @@
 import contextlib
 import enum
 from collections import deque
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,17 +43,17 @@ class Streams:
         self.given_back.append(stream)
 
 
-class Current:
-    """The stream that was entered last."""
+class Memory:
+    def __init__(self) -> None:
+        self.taken: list[tuple[Tensor, Stream]] = []
+        self.given_back: list[tuple[Tensor, Stream]] = []
 
-    stream: Stream | None = None
+    def take(self, num_words: int, stream: Stream) -> Tensor:
+        self.taken.append((torch.zeros(num_words, dtype=torch.int32), stream))
+        return self.taken[-1][0]
 
-    @classmethod
-    @contextlib.contextmanager
-    def entered(cls, stream: Stream) -> Iterator[None]:
-        before, cls.stream = cls.stream, stream
-        yield
-        cls.stream = before
+    def give_back(self, memory: Tensor, stream: Stream) -> None:
+        self.given_back.append((memory, stream))
 
 
 class Event:
@@ -107,7 +106,7 @@ class Communicator:
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = SimpleNamespace(
         Event=Event,
-        stream=Current.entered,
+        stream=contextlib.nullcontext,
         set_device=lambda device: None,
     )
     monkeypatch.setattr(nccl_link, "cuda", cuda)
@@ -130,6 +129,7 @@ def make_link(words: Tensor, wire: deque[Tensor], is_sender: bool, step: int) ->
         words=words,
         wire_streams=Streams(),
         copy_streams=Streams(),
+        memory=Memory(),
     )
     return NcclLink(device, "c0", is_sender, b"x" * 128, step)
 
@@ -160,23 +160,6 @@ def test_every_page_arrives_where_it_belongs(step: int) -> None:
     assert not target[untouched].any()
 
 
-def test_slabs_are_allocated_on_the_stream_that_moves_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of another stream may have been freed by work that still runs there."""
-    streams: list[Stream | None] = []
-    empty = torch.empty
-
-    def noted(*arguments: Any, **options: Any) -> Tensor:
-        streams.append(Current.stream)
-        return empty(*arguments, **options)
-
-    link = make_link(torch.zeros(4, 8, dtype=torch.int32), deque(), True, 2)
-    monkeypatch.setattr(torch, "empty", noted)
-
-    drain(link.open())
-
-    assert streams == [link._wire, link._wire]
-
-
 def test_an_error_of_nccl_breaks_the_connection() -> None:
     wire: deque[Tensor] = deque()
     link = make_link(torch.zeros(4, 8, dtype=torch.int32), wire, True, 2)
@@ -188,7 +171,8 @@ def test_an_error_of_nccl_breaks_the_connection() -> None:
     link.abort()
 
     assert link._communicator.is_aborted
-    assert not link._slabs, "its memory is freed, whoever keeps the link"
+    assert not link._slabs, "nobody may use its memory"
+    assert link._device.memory.given_back == link._device.memory.taken
 
 
 def test_no_event_is_destroyed_before_the_abort() -> None:
@@ -208,11 +192,14 @@ def test_no_event_is_destroyed_before_the_abort() -> None:
     assert Event.num_destroyed > before
 
 
-def test_streams_are_given_back_once_they_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_streams_are_given_back_once_these_are_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     queries: list[bool] = []
 
     def query(_: Stream) -> bool:
-        assert not wires.given_back + copies.given_back, "a stream that is not idle was given back"
+        given_back = wires.given_back + copies.given_back + memory.given_back
+        assert not given_back, "given back though the streams are not idle"
         queries.append(len(queries) > 4)
         return queries[-1]
 
@@ -220,10 +207,20 @@ def test_streams_are_given_back_once_they_are_idle(monkeypatch: pytest.MonkeyPat
     link = make_link(torch.zeros(4, 8, dtype=torch.int32), deque(), True, 2)
     wires: Any = link._device.wire_streams
     copies: Any = link._device.copy_streams
+    memory: Any = link._device.memory
     drain(link.open())
 
     link.abort()
 
-    # Each for the same use: torch keeps the memory of slabs for streams of wires.
+    # Each for the same use: torch keeps the memory of page ids for streams of copies.
     assert (wires.given_back, copies.given_back) == ([link._wire], [link._copy])
+    assert memory.given_back == memory.taken
     assert queries.count(True) == 2
+
+
+def test_a_link_that_was_never_opened_has_no_memory_to_give_back() -> None:
+    link = make_link(torch.zeros(4, 8, dtype=torch.int32), deque(), True, 2)
+
+    link.abort()
+
+    assert not link._device.memory.given_back
