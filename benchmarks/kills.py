@@ -6,9 +6,11 @@ then run once more: their greedy tokens are those that the interrupted streams m
 `pauses_ms` has the longest time that each stream which ended waited for a token after the fault,
 `resumed_gap_ms` the time between its tokens after that pause, `calm_gap_ms` that without the fault.
 
-GPU memory is noted twice: `memory_grew_mib` as the driver counts it for each process, and
-`survivor_grew_mib` as torch's allocator does in the worker that was not hit. What tensors have and
-what the allocator keeps for later ones are told apart there: a leak is the former.
+GPU memory is compared while no worker's changes: one that has nothing to do records passes, which
+takes memory. It is noted twice: `memory_grew_mib` as the driver counts it for the process of the
+prefill worker and for that of the decode worker, and `survivor_grew_mib` as torch's allocator does
+in the worker that was not hit. What tensors have and what the allocator keeps for later ones are
+told apart there: a leak is the former.
 """
 
 import os
@@ -43,7 +45,8 @@ STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 4096, 512
 LEAST_STREAMS, LEAST_PROMPT_TOKENS = 4, 2048
 RECOVERY_TIMEOUT_S = 240.0
 SETTLE_TIMEOUT_S = 15.0  # for memory to come back, and for pages to settle
-MEMORY_NOISE_MIB = 64
+STEADY_S = 2.0  # without a change of memory; a worker records passes after a shorter rest
+STEADY_TIMEOUT_S = 30.0
 MIB = 2**20
 PROBE_PAGES = 4
 
@@ -114,7 +117,7 @@ def _strike_once(fault: signal.Signals, victim: str, moment: str, run: Run) -> R
         for each in wave(run.seeds, streams, unique=length)
     ]
     run.until(lambda: is_idle(run.cluster.status()), SETTLE_TIMEOUT_S, "an idle cluster")
-    memory_mib = _gpu_memory_mib(run)
+    memory_mib = _steady_memory_mib(run)
     before = newest_workers(run.cluster.status())
     num_pages = sum(-(-each.prompt_tokens // run.cluster.model.page_size) for each in specs)
     pid = run.cluster.pid(victim)
@@ -129,6 +132,7 @@ def _strike_once(fault: signal.Signals, victim: str, moment: str, run: Run) -> R
     records = run.finish(may_fail=True)
     run.until(lambda: is_idle(run.cluster.status()), SETTLE_TIMEOUT_S, "an idle cluster again")
     calm = run.wave(specs)
+    memory_mib_after = _steady_memory_mib(run)
     work = work_done(records)
     return {
         "streams": len(specs),
@@ -152,7 +156,9 @@ def _strike_once(fault: signal.Signals, victim: str, moment: str, run: Run) -> R
             (round(1e3 * (each.times[-1] - struck_at), 1) for each in records if each.times),
             default=None,
         ),
-        "memory_grew_mib": _memory_growth(memory_mib, pid, run),
+        "memory_grew_mib": [
+            after - before for before, after in zip(memory_mib, memory_mib_after, strict=True)
+        ],
         "survivor_grew_mib": allocator_growth_mib(
             before[_other(victim)], newest_workers(run.cluster.status())[_other(victim)]
         ),
@@ -294,32 +300,21 @@ def is_idle(status: ClusterStatus) -> bool:
     )
 
 
-def _gpu_memory_mib(run: Run, *also: int) -> dict[str, int]:
-    """Return each worker's GPU memory, MiB, and that of further processes, as "gone"."""
+def _steady_memory_mib(run: Run) -> list[int]:
+    """Return the GPU memory of prefill and decode worker, MiB, once it is steady; [] on CPUs."""
     pids = {run.cluster.pid(name): name for name in SIDES.values()}
-    pids |= {pid: "gone" for pid in also if pid not in pids}
-    return gpu_memory_of(pids)
+    used: dict[str, int] = {}
+    changed_at = time.monotonic()
 
+    def is_steady() -> bool:
+        nonlocal used, changed_at
+        now = gpu_memory_of(pids)
+        if now != used:
+            used, changed_at = now, time.monotonic()
+        return not used or time.monotonic() - changed_at > STEADY_S
 
-def _memory_growth(before_mib: dict[str, int], victim_pid: int, run: Run) -> list[int]:
-    """Return how much each worker's GPU memory has grown in the end, MiB; [] without GPUs.
-
-    Memory of a process that was killed counts as growth until it is given back.
-    """
-    grown: list[int] = []
-
-    def is_back() -> bool:
-        nonlocal grown
-        used = _gpu_memory_mib(run, victim_pid)
-        grown = [mib - before_mib.get(name, 0) for name, mib in used.items()]
-        return all(each <= MEMORY_NOISE_MIB for each in grown)
-
-    if before_mib:
-        try:
-            run.until(is_back, SETTLE_TIMEOUT_S, "the memory of before")
-        except CaseFailed:
-            return grown  # that is the finding
-    return grown
+    run.until(is_steady, STEADY_TIMEOUT_S, "GPU memory that is steady")
+    return [used[name] for name in SIDES.values() if used]
 
 
 def allocator_growth_mib(before: WorkerStatus, after: WorkerStatus) -> dict[str, float]:
