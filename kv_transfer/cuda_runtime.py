@@ -98,20 +98,16 @@ class OwnMemory:
         return words_at(int(called("cudaMallocAsync", given)), num_words, self._device)
 
     def give_back(self, memory: Tensor, stream: Any) -> None:
-        """Return memory to the device, once the stream is idle.
+        """Return memory to the device, as soon as the stream is idle.
 
         Raises:
             TransportRefused: CUDA has refused it, mostly because the device is lost.
         """
-        runtime = self._runtime
         with cuda.device(self._device):
-            called("cudaFreeAsync", runtime.cudaFreeAsync(memory.data_ptr(), stream.cuda_stream))
+            freed = self._runtime.cudaFreeAsync(memory.data_ptr(), stream.cuda_stream)
+            called("cudaFreeAsync", freed)
             wait_until_idle(stream)
-            pool = called(
-                "cudaDeviceGetDefaultMemPool",
-                runtime.cudaDeviceGetDefaultMemPool(self._device.index),
-            )
-            called("cudaMemPoolTrimTo", runtime.cudaMemPoolTrimTo(pool, 0))
+            stream.synchronize()  # at once; only then, not by a query, does the device have it
 
 
 class _Described:

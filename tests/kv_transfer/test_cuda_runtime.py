@@ -68,6 +68,9 @@ class Stream:
         self.runtime.calls.append(("idle",) if is_idle else ("busy",))
         return is_idle
 
+    def synchronize(self) -> None:
+        self.runtime.calls.append(("synchronized",))
+
 
 def make_memory(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> OwnMemory:
     monkeypatch.setattr(
@@ -82,7 +85,7 @@ def make_memory(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> OwnMemory:
     return memory
 
 
-def test_memory_is_cut_off_the_pool_only_when_the_stream_has_let_go_of_it(
+def test_nobody_waits_inside_cuda_for_a_stream_that_is_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runtime = Runtime()
@@ -95,8 +98,7 @@ def test_memory_is_cut_off_the_pool_only_when_the_stream_has_let_go_of_it(
         ("cudaFreeAsync", 0, 7),
         ("busy",),
         ("idle",),
-        ("cudaDeviceGetDefaultMemPool", 3),
-        ("cudaMemPoolTrimTo", 4096, 0),
+        ("synchronized",),
     ]
 
 
@@ -114,9 +116,7 @@ def test_memory_is_taken_by_bytes_and_told_by_words(monkeypatch: pytest.MonkeyPa
     assert described == [(4096, 100, DEVICE)]
 
 
-@pytest.mark.parametrize(
-    "name", ["cudaMallocAsync", "cudaFreeAsync", "cudaDeviceGetDefaultMemPool", "cudaMemPoolTrimTo"]
-)
+@pytest.mark.parametrize("name", ["cudaMallocAsync", "cudaFreeAsync"])
 def test_what_the_runtime_refuses_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     runtime = Runtime(fails=name)
     memory = make_memory(monkeypatch, runtime)
