@@ -63,17 +63,26 @@ class NcclDevice:
     def warm_up(self) -> Steps[None]:
         """Load the kernels of copies and digests; page 0 is copied onto itself."""
         cuda.set_device(self.device)
-        stream = self.copy_streams.take()
+        # Those of two connections: one may begin before another that broke has ended. What the
+        # streams and their page ids take is then taken from the start.
+        wires = [self.wire_streams.take() for _ in range(2)]
+        copies = [self.copy_streams.take() for _ in range(2)]
+        for stream in copies:
+            with cuda.stream(stream):
+                page_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+        slab = self.memory.take(self.words.shape[1], stream)
         with cuda.stream(stream):
-            page_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
-            slab = torch.empty_like(self.words[:1])
-            gather(self.words, page_ids, slab)
-            scatter(slab, page_ids, self.words)
-            for num_pages in (1, 2, 16):  # Triton may compile each of these on its own
-                self._storage.digest_pages([0] * num_pages)
+            gather(self.words, page_ids, slab[None])
+            scatter(slab[None], page_ids, self.words)
+        for num_pages in (1, 2, 16):  # Triton may compile each of these on its own
+            self._storage.digest_pages([0] * num_pages)
         while not stream.query():
             yield
-        self.copy_streams.give_back(stream)
+        self.memory.give_back(slab, stream)
+        for each in wires:
+            self.wire_streams.give_back(each)
+        for each in copies:
+            self.copy_streams.give_back(each)
 
     def unique_id(self) -> bytes:
         return bytes(self.core.get_unique_id())

@@ -81,7 +81,7 @@ def test_a_receive_that_is_aborted_leaves_the_sender_able_to_connect_anew() -> N
 
 
 def test_connections_that_come_and_go_leave_no_memory_behind() -> None:
-    """Not even those of which two live at once; page ids of the second one take 2 MiB for good."""
+    """Not even those of which two live at once."""
     with workers(64 << 20) as (sender, receiver):
         reserved, free_mib = [], []
         for number in range(6):
