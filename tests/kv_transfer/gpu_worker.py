@@ -201,7 +201,7 @@ async def _serve(pipe: Pipe, device: int, seed: int, name: str, options: dict[st
                 case "free bytes", ():
                     answer = torch.cuda.mem_get_info()[0]
                 case "reserved bytes", ():
-                    answer = torch.cuda.memory_reserved()
+                    answer = torch.cuda.memory_reserved(), _bytes_in_pool(storage.words.device)
                 case "compute", ():
                     answer = float((matrix @ matrix)[0, 0])
                 case "stop", ():
@@ -211,3 +211,14 @@ async def _serve(pipe: Pipe, device: int, seed: int, name: str, options: dict[st
         except Exception as error:
             answer = error
         pipe.send(answer)
+
+
+def _bytes_in_pool(device: Any) -> int:
+    """Return the bytes that CUDA's own pool holds, used or not."""
+    from cuda.bindings import runtime
+
+    from kv_transfer.cuda_runtime import called
+
+    pool = called("the pool", runtime.cudaDeviceGetDefaultMemPool(device.index))
+    reserved = runtime.cudaMemPoolAttr.cudaMemPoolAttrReservedMemCurrent
+    return int(called("its bytes", runtime.cudaMemPoolGetAttribute(pool, reserved)))
