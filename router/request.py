@@ -10,6 +10,11 @@ from protos.sampling_limits import MAX_CHOICES
 from router.tenants.tenant import NO_TENANT, TenantRules
 
 _CAPACITIES = ("max_context_tokens", "max_choices")  # in which workers may differ
+_RANGES = {  # of a model that can be served; a prompt and its output have at least one token each
+    "vocab_size": (1, 2**24),
+    "max_context_tokens": (2, 2**31 - 1),
+    "page_size": (1, 2**20),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +31,15 @@ class ServedModel:
     page_size: int  # token slots in a page
     eos_token_ids: tuple[int, ...] = ()
     max_choices: int = MAX_CHOICES  # of one request
+
+    def fault(self) -> str:
+        """Say which field no model can have; empty: none."""
+        for name, (least, most) in _RANGES.items():
+            if not least <= (found := getattr(self, name)) <= most:
+                return f"{name}: found {found}; allowed: {least} to {most}"
+        if (largest := max(self.eos_token_ids, default=0)) >= self.vocab_size:
+            return f"eos_token_ids: found {largest}; allowed: 0 to {self.vocab_size - 1}"
+        return ""
 
     def differences(self, other: "ServedModel") -> str:
         """Name the fields in which two models differ, capacities aside; empty: the same."""

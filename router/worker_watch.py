@@ -77,6 +77,7 @@ class WorkerWatch:
             raise WorkerGone(f"is in pool {info.pool}, was announced as {worker.member.pool}")
         self._refuse(contract_difference(info.contract_version, own))
         self._refuse(self._other_tokenizer(info.tokenizer_digest))
+        self._refuse(info.model.fault())
         self._adopt_model(worker, info.model)
         worker.device = info.device
         worker.receive_s_per_token = self._receive_s_per_token(info)

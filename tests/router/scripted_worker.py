@@ -139,6 +139,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
     fingerprint: str = "f"
     contract_version: int = CONTRACT_VERSION
     max_context_tokens: int = 512
+    vocab_size: int = VOCAB_SIZE
+    page_size: int = PAGE_SIZE
+    eos_token_ids: Sequence[int] = (EOS,)
     max_choices: int = 64
     device: str = "cpu"
     tokenizer_digest: str = ""
@@ -189,12 +192,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer, worker_pb2_grpc.Deco
             model=inference_pb2.Model(
                 name="tiny",
                 max_context_tokens=self.max_context_tokens,
-                vocab_size=VOCAB_SIZE,
-                page_size=PAGE_SIZE,
+                vocab_size=self.vocab_size,
+                page_size=self.page_size,
                 max_choices=self.max_choices if self.pool == "decode" else 0,
             ),
             model_fingerprint=self.fingerprint,
-            eos_token_ids=[EOS],
+            eos_token_ids=self.eos_token_ids,
             device=self.device,
             tokenizer_digest=self.tokenizer_digest,
         )

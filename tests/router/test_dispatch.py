@@ -1327,6 +1327,32 @@ def test_a_worker_with_another_tokenizer_than_the_routers_gets_no_request(tmp_pa
     run_virtual(main())
 
 
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({"page_size": 0}, "page_size: found 0; allowed: 1 to 1048576"),
+        ({"vocab_size": 0}, "vocab_size: found 0; allowed: 1 to 16777216"),
+        ({"vocab_size": 2**32 - 1}, "vocab_size: found 4294967295; allowed: 1 to 16777216"),
+        ({"max_context_tokens": 0}, "max_context_tokens: found 0; allowed: 2 to 2147483647"),
+        ({"eos_token_ids": (2, 400)}, "eos_token_ids: found 400; allowed: 0 to 399"),
+    ],
+)
+def test_a_worker_whose_model_cannot_be_gets_no_request(told: dict[str, Any], reason: str) -> None:
+    async def main() -> None:
+        async with running_router(worker_wait_s=2.0) as tested:
+            broken = ScriptedWorker("decode-0", **told)
+            await tested.serve(broken)
+            await tested.router.set_workers([broken.member])
+            await asyncio.sleep(1.0)
+            assert tested.router.registry.misfits() == {"decode-0": reason}
+            right = ScriptedWorker("decode-1")
+            await tested.serve(right)
+            await tested.router.set_workers([broken.member, right.member])
+            assert (await tested.generate()).error is None
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("version", [0, CONTRACT_VERSION + 1])
 @pytest.mark.parametrize("source", ["worker", "controller"])
 def test_a_worker_of_another_contract_version_gets_no_request_and_the_error_says_why(
