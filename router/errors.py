@@ -192,7 +192,8 @@ class WrongDelta(Exception):
     """A delta begins after the next expected token, or has more tokens than its choice may have.
 
     Or it has log probabilities, but not one for each token; or its most probable tokens do not fit
-    their log probabilities; or a token id is cut off.
+    their log probabilities; or a token id is cut off. Or it has what no worker can mean: an end
+    before tokens that came, or an unknown reason for it.
     """
 
 

@@ -5,8 +5,10 @@ It is pure: no clock, no waiting.
 Rules, in the order in which a delta meets them:
 - it is of an earlier attempt, or its choice is over: dropped;
 - tokens that were received before (first_index below the next index): dropped;
-- tokens missing in between, more than max_tokens, or log probabilities that are not one per token:
-  WrongDelta, the request is resumed elsewhere;
+- what no worker can mean, such as tokens missing in between, more than max_tokens, an end before
+  tokens that came, or log probabilities that are not one per token: WrongDelta, the request is
+  resumed elsewhere;
+- with max_tokens tokens, the choice ends, whether the worker says so or not;
 - a stop string after the first min_tokens tokens: the choice ends there, whatever else the worker
   reports about it.
 
@@ -151,7 +153,7 @@ class Choice:
         token_ids = self.token_ids
         if index != len(token_ids) or self.is_finished or self._stop_strings is not None:
             return False
-        if index >= self._max_tokens:
+        if index >= self._max_tokens - 1:
             return False
         token_ids.append(token_id)
         self._textless.append(token_id)
@@ -180,16 +182,18 @@ class Choice:
                 f"choice {self.index}: found {len(delta.logprobs)} log probabilities; "
                 f"allowed: {len(delta.token_ids)}, one per token"
             )
+        finish = delta.finish
+        if finish is not None and end < next_index:
+            raise WrongDelta(
+                f"choice {self.index}: found its end after {end} tokens; allowed: {next_index} or "
+                "more, those that came"
+            )
+        if finish is None and end >= self._max_tokens:
+            finish = Finish.LENGTH
         num_known = next_index - delta.first_index
         new_ids = delta.token_ids[num_known:]
         logprobs = delta.logprobs[num_known:]
-        is_last = delta.finish is not None and num_known <= len(delta.token_ids)
-        has_end = (
-            is_last
-            and delta.finish is Finish.STOP
-            and bool(new_ids)
-            and new_ids[-1] in self._end_token_ids
-        )
+        has_end = finish is Finish.STOP and bool(new_ids) and new_ids[-1] in self._end_token_ids
         text_ids = new_ids[:-1] if has_end else new_ids
         if self._stop_strings is None:
             self._add(new_ids, logprobs, text_ids)
@@ -200,8 +204,8 @@ class Choice:
                 self._make_text()
                 if self.is_finished:
                     return offset + 1
-        if is_last:
-            self._finish(delta.finish, stopped_by=self._end_token_text(delta.finish))
+        if finish is not None:
+            self._finish(finish, stopped_by=self._end_token_text(finish))
         return len(new_ids)
 
     def resume(self, received: ReceivedChoice) -> None:

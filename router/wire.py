@@ -46,10 +46,11 @@ _POOLS: dict[int, WorkerRole] = {
     common_pb2.POOL_DECODE: "decode",
 }
 _FINISHES = {
+    common_pb2.FINISH_REASON_UNSPECIFIED: None,
     common_pb2.FINISH_REASON_STOP: Finish.STOP,
     common_pb2.FINISH_REASON_LENGTH: Finish.LENGTH,
 }
-_FINISH_NUMBERS = {finish: number for number, finish in _FINISHES.items()}
+_FINISH_NUMBERS = {finish: number for number, finish in _FINISHES.items() if finish}
 _TOOL_CALL_FORMATS = {
     None: inference_pb2.TOOL_CALL_FORMAT_UNSPECIFIED,
     ToolCallFormat.LLAMA3_JSON: inference_pb2.TOOL_CALL_FORMAT_LLAMA3_JSON,
@@ -266,8 +267,8 @@ def delta(message: worker_pb2.TokenDelta, *, has_logprobs: bool, vocab_size: int
     """Convert new tokens of one choice, with their log probabilities if requested.
 
     Raises:
-        WrongDelta: A token id is cut off or unknown, or there are not as many ids of most probable
-            tokens as log probabilities.
+        WrongDelta: A token id is cut off or unknown, there are not as many ids of most probable
+            tokens as log probabilities, or the finish reason is unknown.
     """
     logprobs = message.logprobs if has_logprobs else ()
     try:
@@ -277,6 +278,8 @@ def delta(message: worker_pb2.TokenDelta, *, has_logprobs: bool, vocab_size: int
             if num_top != len(each.top_logprobs):
                 allowed = f"{len(each.top_logprobs)}, one for each of top_logprobs"
                 raise ValueError(f"top_token_ids: found {num_top}; allowed: {allowed}")
+        if message.finish_reason not in _FINISHES:
+            raise ValueError(f"finish_reason: found {message.finish_reason}; allowed: 0 to 2")
     except ValueError as error:
         raise WrongDelta(f"choice {message.choice}: {error}") from None
     return Delta(
@@ -285,7 +288,7 @@ def delta(message: worker_pb2.TokenDelta, *, has_logprobs: bool, vocab_size: int
         first_index=message.first_index,
         token_ids=token_ids,
         logprobs=logprobs,
-        finish=_FINISHES.get(message.finish_reason),
+        finish=_FINISHES[message.finish_reason],
         stats=_stats(message.stats) if message.HasField("stats") else None,
     )
 

@@ -419,6 +419,57 @@ def test_missing_tokens_are_never_skipped() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"first": 0, "count": 2, "finish_reason": STOP},
+        {"first": 1, "count": 0, "finish_reason": LENGTH},
+        {"first": 3, "finish_reason": 77},
+    ],
+    ids=str,
+)
+def test_an_end_that_cannot_be_ends_the_attempt_alone(wrong: dict[str, Any]) -> None:
+    async def main() -> None:
+        async def send_it(session: Session, submit: Submit) -> None:
+            session.send(delta(submit, 0, 0, 3))
+            session.send(delta(submit, 0, **wrong))  # and nothing more
+
+        async with running_router(ScriptedWorker("decode-0", serve=once(send_it))) as tested:
+            answer = await tested.generate()
+
+            assert answer.error is None
+            assert answer.token_ids() == tokens(0, 10)
+            assert answer.usage.total_ms < 5_000
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_choice_with_all_its_tokens_ends_though_the_worker_does_not_say_so(
+    is_alone: bool,
+) -> None:
+    async def main() -> None:
+        async def send_all(session: Session, submit: Submit) -> None:
+            session.send(delta(submit, 0, 0, 9))
+            last = delta(submit, 0, 9, finish_reason=0)
+            if is_alone:
+                session.send(last)  # in a column
+            else:
+                session.outbox.put_nowait(worker_pb2.SessionResponse(deltas=[last]))
+
+        worker = ScriptedWorker("decode-0", serve=send_all)
+        async with running_router(worker) as tested:
+            answer = await tested.generate()
+
+            assert answer.error is None
+            assert answer.token_ids() == tokens(0, 10)
+            assert answer.messages[-1].finish_reason == LENGTH
+            await asyncio.sleep(0.1)
+            assert len(worker.cancels) == 1
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("token_id", [VOCAB_SIZE, 2**31, 2**32 - 1])
 @pytest.mark.parametrize("where", ["first", "alone", "among", "last"])
 def test_a_token_that_the_model_does_not_have_ends_the_attempt_alone(

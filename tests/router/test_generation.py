@@ -121,11 +121,12 @@ def test_a_finish_without_new_tokens_finishes() -> None:
     assert (output.text, output.finish) == ("the", Finish.STOP)
 
 
-def test_an_old_finish_does_not_finish() -> None:
+def test_an_end_before_tokens_that_came_is_wrong() -> None:
     made = generation()
     made.accept(delta(0, ids("the dog")), 11.0)
 
-    made.accept(delta(0, ids("the")[:1], finish=Finish.STOP), 11.0)
+    with pytest.raises(WrongDelta, match="found its end after 1 tokens; allowed: "):
+        made.accept(delta(0, ids("the")[:1], finish=Finish.STOP), 11.0)
 
     assert not made.is_finished
 
@@ -171,7 +172,7 @@ def test_single_tokens_beyond_the_most_are_not_taken_quickly() -> None:
 
     taken = [made.add_token(choice, 5, index, 11.0) for index in range(3)]
 
-    assert taken == [True, True, False]
+    assert taken == [True, False, False], "the last one ends the choice"
 
 
 def test_stale_attempts_and_unknown_choices_are_not_accepted() -> None:
