@@ -75,7 +75,9 @@ _read_numbers = attrgetter(*_NUMBERS)
 _PLAIN_SAMPLING = frozenset({*_NUMBERS, "logprobs", "ignore_eos", "skip_special_tokens"})
 _PART_BYTES = 120  # of memory, of a message or call of a tool without text
 _SHOWN_HASH_BYTES = 4  # of a hash: enough to tell ten prefixes apart
-_STATS = tuple(each.name for each in fields(WorkerStats))
+# Costs of a request |-> the most that a message can tell of it
+_STATS = dict.fromkeys((each.name for each in fields(WorkerStats)), 2**32 - 1)
+_STATS["bytes_moved"] = 2**64 - 1
 
 
 def watch_members(channel: grpc.aio.Channel) -> Any:
@@ -390,9 +392,9 @@ def write_usage(message: inference_pb2.Usage, generation: Generation) -> None:
     message.tpot_ms = timings.tpot_ms
     message.decode_workers.extend(generation.decode_workers)
     stats = generation.stats
-    for name in _STATS:
+    for name, most in _STATS.items():
         if value := getattr(stats, name):
-            setattr(message.stats, name, value)
+            setattr(message.stats, name, min(value, most))
     message.stats.resumptions = generation.num_resumptions
 
 

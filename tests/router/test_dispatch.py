@@ -470,6 +470,26 @@ def test_a_choice_with_all_its_tokens_ends_though_the_worker_does_not_say_so(
     run_virtual(main())
 
 
+def test_costs_that_no_message_can_hold_fail_no_request() -> None:
+    most = common_pb2.RequestStats(pages_moved=2**32 - 1, bytes_moved=2**64 - 1, preemptions=9)
+
+    async def main() -> None:
+        async def fail_it(session: Session, submit: Submit) -> None:
+            session.send(delta(submit, 0, 0, 2, stats=most))
+            session.fail(submit, grpc.StatusCode.ABORTED)
+
+        worker = ScriptedWorker("decode-0", serve=once(fail_it))
+        async with running_router(worker) as tested:
+            answer = await tested.generate()
+
+            assert answer.error is None
+            assert answer.token_ids() == tokens(0, 10)
+            stats = answer.usage.stats
+            assert (stats.pages_moved, stats.preemptions) == (2**32 - 1, 9)
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("token_id", [VOCAB_SIZE, 2**31, 2**32 - 1])
 @pytest.mark.parametrize("where", ["first", "alone", "among", "last"])
 def test_a_token_that_the_model_does_not_have_ends_the_attempt_alone(
