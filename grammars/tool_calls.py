@@ -97,7 +97,7 @@ def read_tool_calls(text: str) -> ToolCalls:
         raise InvalidConstraint(kind_of(value), _ALLOWED)
     for name in value:
         if name not in _FIELDS:
-            raise InvalidConstraint(f"the key {name!r}", _ALLOWED)
+            raise InvalidConstraint(f"the key {shown(name)}", _ALLOWED)
     if value.get("format") not in FORMATS:
         found = f"format {shown(value.get('format'))}"
         raise InvalidConstraint(found, f"one of {', '.join(FORMATS)}")

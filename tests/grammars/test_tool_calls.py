@@ -187,6 +187,7 @@ def changed(**fields: Any) -> str:
         ("", "that is not JSON"),
         ("[]", "an array"),
         (changed(extra=1), "the key 'extra'"),
+        (changed(**{"x" * 60_000: 1}), "the key 'xxx"),
         (changed(format="xml"), "format 'xml'.*hermes, llama3_json, mistral"),
         (changed(format=None), "format null"),
         (changed(is_parallel="yes"), "is_parallel"),
