@@ -60,8 +60,4 @@ def _render(template: ChatTemplate, chat: dict[str, Any]) -> Answer:
         chat["tools_json"],
         add_generation_prompt=chat["add_generation_prompt"],
     )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ChatTemplateError(f"wrote invalid text: {error.reason}") from None
     return {"text": text}

@@ -81,6 +81,9 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt text for a chat, by default up to where the assistant's answer begins.
 
+        Half a character, which a model may have written into a call's arguments, stands there as
+        the escape that it was.
+
         Args:
             messages: As transformers passes them to a template: role, content, and a message's
                 other fields (tool_calls, tool_call_id, name, reasoning_content), except that call
@@ -106,10 +109,10 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
             ):
-                num_chars += len(piece)
+                pieces.append(piece.encode(errors="backslashreplace").decode())
+                num_chars += len(pieces[-1])
                 if num_chars > self.max_chars:
                     raise RenderingTooLong(f"wrote more than {self.max_chars} characters")
-                pieces.append(piece)
         except (ChatTemplateError, RefusedByTemplate, MemoryError):
             raise
         except Exception as error:  # the template is foreign code and may raise anything

@@ -129,8 +129,7 @@ def test_what_a_template_says_comes_back_as_from_the_template_itself() -> None:
                 await renderer.render(chat("no"))
             with pytest.raises(ChatTemplateError, match=r"failed: UndefinedError"):
                 await renderer.render(chat("wrong"))
-            with pytest.raises(ChatTemplateError, match=r"invalid text"):
-                await renderer.render(chat("no text"))
+            assert await renderer.render(chat("no text")) == "\\ud800<s>NO TEXT"
             with pytest.raises(RenderingTooLong, match=r"more than 100000 characters"):
                 await renderer.render(chat("x" * 100_001))
             assert children() == [child], "it was kept all the time"
@@ -155,6 +154,19 @@ def test_tools_and_calls_reach_the_template_in_the_child_and_wrong_ones_leave_it
                 with pytest.raises(WrongTools):
                     await renderer.render(asked, wrong)
             assert children() == [child], "it was kept all the time"
+
+    run(scenario)
+
+
+def test_half_a_character_that_a_model_wrote_into_a_call_stays_the_escape_that_it_was() -> None:
+    arguments = '{"a": "\\ud83d", "\\ude00": "\\ud83d\\ude00"}'
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    asked = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    async def scenario() -> None:
+        source = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+        async with started(source) as renderer:
+            assert await renderer.render(asked) == r'{"a": "\ud83d", "\ude00": "😀"}'
 
     run(scenario)
 
