@@ -1,5 +1,6 @@
 """Converts messages and tools of a chat from OpenAI's API to those of the client."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -117,11 +118,22 @@ def take_tools(fields: Fields, model: Model, *, is_flat: bool = False) -> Tools:
     if must_call and not given:
         raise refused("tool_choice", shown(choice), "'auto' or 'none' without tools")
     if choice == "none" or not given:
+        if is_flat:  # the answer repeats them, and nobody else checks them
+            _check_json(given)
         return Tools()
     if model.tool_call_format is None:
         found = "tools, but the model's chat template has no known format of calls"
         raise refused("tools", found, "none", code="unsupported_parameter")
     return Tools(shown=shown_tools, functions=functions, must_call=must_call, only=only)
+
+
+def _check_json(tools: list[Any]) -> None:
+    """Refuse tools that no JSON can repeat, because a number is too large for Python."""
+    try:
+        json.dumps(tools, allow_nan=False)
+    except ValueError as error:
+        found = f"a value that is not JSON: {error}"
+        raise refused("tools", found, "values that JSON has") from None
 
 
 def _chosen(choice: Fields, *, is_flat: bool) -> str:

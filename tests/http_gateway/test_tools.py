@@ -183,6 +183,16 @@ def test_a_response_repeats_half_an_emoji_of_its_request(parrots, is_stream):
     assert b"\\ud83d" in answer.body
 
 
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_a_number_in_a_tool_that_no_answer_could_repeat_is_refused(parrots, choice):
+    tool = '{"type": "function", "name": "weather", "parameters": {"maximum": 1e400}}'
+    body = f'{{"input": "hello", "tools": [{tool}], "tool_choice": "{choice}"}}'
+    answer = exchange(parrots("hermes").host_and_port, request("/v1/responses", body))
+
+    assert answer.status == 400
+    assert "tools: found a value that is not JSON" in answer.error["message"]
+
+
 def test_a_response_has_calls_as_items(client, kind):
     tools = [{"type": "function", "strict": False, **each["function"]} for each in TOOLS]
     response = client.responses.create(model="tiny", input=WRITTEN[kind], tools=tools)
