@@ -10,7 +10,8 @@ nothing is decoded.
 
 One difference remains, for tokenizers with byte-fallback tokens: if a malformed byte follows
 complete characters of the same run, `decode` replaces the whole run; the stream keeps the
-characters that it has sent.
+characters that it has sent. Whatever tokens come together, the text is the same, so that another
+router can go on with it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,8 @@ class Detokenizer:
         window = self._window + new_ids
         text = self._decoder.decode(window)
         is_complete = text != self._sent_text and not text.endswith(_INCOMPLETE)
-        if len(new_ids) > 1 and not is_complete:
+        # Of malformed bytes, the text depends on what was sent before them: always the same.
+        if len(new_ids) > 1 and (not is_complete or _INCOMPLETE in text):
             return "".join([self.push([token_id]) for token_id in new_ids])
         self._window = window
         if is_complete:

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from credentials.secret import KEY_BYTES
 from pagewire.protos import inference_pb2
@@ -103,6 +105,34 @@ def test_text_that_is_cut_anywhere_goes_on_as_if_it_were_not(
         assert (after[-1].finish, after[-1].stopped_by) == (calm[-1].finish, calm[-1].stopped_by)
         indices = [each.first_index for each in before + after if each.token_ids]
         assert indices == sorted(set(indices))
+
+
+_FALLBACK = Tokenizer(byte_fallback().to_str())
+_BYTES = [3 + byte for byte in (*"é€😀".encode(), 0x41, 0xFF)]  # ids of byte_fallback
+_PIECES = range(3 + 256, byte_fallback().get_vocab_size())
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.sampled_from(_BYTES) | st.sampled_from(_PIECES), min_size=1, max_size=25),
+    st.lists(st.integers(1, 6), max_size=25),
+    st.lists(st.integers(1, 6), max_size=25),
+    st.integers(0, 25),
+)
+def test_text_of_malformed_bytes_goes_on_whatever_came_together(
+    token_ids: list[int], sizes: list[int], other_sizes: list[int], cut: int
+) -> None:
+    calm = play(_begun(fresh(_FALLBACK, len(token_ids), ())), token_ids, [])
+    text = "".join(each.text for each in calm)
+    before = play(_begun(fresh(_FALLBACK, len(token_ids), ())), token_ids, sizes)[:cut]
+    if before and before[-1].finish:
+        before.pop()
+    resumed = fresh(_FALLBACK, len(token_ids), ())
+    resumed.resume([received(*before)])
+
+    after = play(_begun(resumed), token_ids, other_sizes)
+
+    assert "".join(each.text for each in before + after) == text
 
 
 def _begun(made: Generation) -> Generation:
