@@ -10,6 +10,10 @@ from worker.errors import Overloaded
 from worker.identity import ModelInfo
 from worker.sampling_check import check_sampling
 
+# Above them, numbers of the answers would not fit their fields, and end the session with it.
+MAX_FIRST_STREAM = 2**64 - MAX_CHOICES
+MAX_FAILED_PASSES = 2**32 - 2  # one more may fail, which ends the request
+
 
 def check_request(
     request: Request, *, config: DecodeConfig, model: ModelInfo, num_waiting: int
@@ -31,6 +35,12 @@ def check_request(
     _check_tokens("prompt_token_ids", request.prompt, model)
     if not 0 < request.cache_share <= 1:  # nor NaN
         raise InvalidRequest(f"cache_share: found {request.cache_share}; allowed: above 0, up to 1")
+    for name, value, most in (
+        ("first_stream", request.first_stream, MAX_FIRST_STREAM),
+        ("failed_passes", request.num_failed_passes, MAX_FAILED_PASSES),
+    ):
+        if value > most:
+            raise InvalidRequest(f"{name}: found {value}; allowed: 0 to {most}")
     params = request.params
     try:
         check_sampling(params, model)

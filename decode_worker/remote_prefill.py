@@ -219,5 +219,25 @@ class RemotePrefill:
             raise ValueError(f"token_ids: found {found} tokens; allowed: {allowed}")
         # A wrong one would fail a pass, which other requests share.
         self._model.check_tokens("token_ids", [each.token_id for each in result.tokens])
-        top = [token_id for each in result.tokens for token_id, _ in each.top_logprobs]
-        self._model.check_tokens("logprobs.top_token_ids", top)
+        self._check_logprobs(result)
+        cached, computed = result.num_cached_tokens, result.num_computed_tokens
+        if cached + computed != len(self._group.tokens):  # too large a sum fits no answer
+            raise ValueError(
+                f"cached_tokens and computed_tokens: found {cached} cached and {computed} computed "
+                f"tokens; allowed: {len(self._group.tokens)} in all"
+            )
+
+    def _check_logprobs(self, result: PrefillResult) -> None:
+        """Raise ValueError unless there are those that were asked for, and no others."""
+        most = self._group.request.params.logprobs
+        found = sum(each.logprob is not None for each in result.tokens)
+        allowed = 0 if most is None else len(result.tokens)
+        if found != allowed:
+            raise ValueError(f"logprobs: found {found}; allowed: {allowed}")
+        for each in result.tokens:
+            top = [token_id for token_id, _ in each.top_logprobs]
+            if len(top) > (most or 0):
+                raise ValueError(
+                    f"logprobs.top_token_ids: found {len(top)}; allowed: at most {most}"
+                )
+            self._model.check_tokens("logprobs.top_token_ids", top)

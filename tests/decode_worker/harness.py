@@ -299,6 +299,7 @@ class ScriptedRouter:
         timeout_ms: int = 0,
         failed_passes: int = 0,
         cache_share: float = 0.0,
+        first_stream: int | None = None,
         **params: Any,
     ) -> Stream:
         params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **params}
@@ -311,7 +312,8 @@ class ScriptedRouter:
             tokens={choice: list(output) for choice, output in tokens.items()},
         )
         self.streams[stream.request_id] = stream
-        first_stream = len(self.numbered)
+        if first_stream is None:
+            first_stream = len(self.numbered)
         for choice in range(max(tokens, default=0) + 1):
             self.numbered[first_stream + choice] = stream, choice
         if candidates is None:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,13 @@ import pytest
 from decode_worker.config import DecodeConfig
 from kv_transfer.deadlines import TransferDeadlines
 from llm_engine.engine_step import EngineStep
-from llm_engine.sampling import SamplingParams
+from llm_engine.sampling import SampledToken, SamplingParams
 from pagewire.protos import worker_pb2, worker_pb2_grpc
 from pagewire.protos.gathering import MAX_MORE
+from prefill_worker import attempt as prefill_attempt
 from prefill_worker.attempt import Attempt
 from prefill_worker.request import FinishedPrompt, Progress
+from prefill_worker.wire import PrefillResult
 from protos.contract import CONTRACT_VERSION
 from tests.decode_worker.harness import (
     LENGTH,
@@ -197,7 +200,7 @@ def test_a_prefill_worker_that_tells_its_result_twice_repeats_no_token(
 
 @pytest.mark.parametrize(
     "wrong_fields",
-    [{"token_id": 2**32 - 1}, {"logprob": -1.0, "top_logprobs": ((2**32 - 1, -1.0),)}],
+    [{"token_id": 2**32 - 1}, {"top_logprobs": ((2**32 - 1, -1.0),)}],
     ids=["drawn", "probable"],
 )
 def test_a_token_that_does_not_exist_is_taken_from_no_prefill_worker(
@@ -213,11 +216,61 @@ def test_a_token_that_does_not_exist_is_taken_from_no_prefill_worker(
             told(attempt, progress)
 
         monkeypatch.setattr(Attempt, "progressed", wrong)
-        stream = await router.submit(prompt_of(60))
+        stream = await router.submit(prompt_of(60), logprobs=1)
         await router.finish(stream)
         assert stream.stats.prefill_retries == len(cluster.candidates())
 
     run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda told: replace(told, num_cached_tokens=1), "1 cached and 30 computed tokens; allow"),
+        (lambda told: replace(told, num_computed_tokens=2**32 - 1), "allowed: 30 in all"),
+        (
+            lambda told: replace(told, tokens=tuple(map(without_logprobs, told.tokens))),
+            "logprobs: found 0; allowed: 2",
+        ),
+        (
+            lambda told: replace(told, tokens=tuple(map(with_many_logprobs, told.tokens))),
+            "logprobs.top_token_ids: found 3; allowed: at most 2",
+        ),
+    ],
+    ids=["more than it was asked for", "overflow", "no log probabilities", "too many of them"],
+)
+def test_a_result_that_contradicts_what_was_asked_costs_its_attempt_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    wrong: Callable[[PrefillResult], PrefillResult],
+    words: str,
+) -> None:
+    """A wrong sum would overflow a field of the answer, which other requests share."""
+
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        other = await router.submit(prompt_of(20), max_tokens=40)
+        await wait_until(lambda: len(other.tokens[0]) > 1, what="its run")
+
+        monkeypatch.setattr(
+            prefill_attempt, "PrefillResult", lambda **told: wrong(PrefillResult(**told))
+        )
+        stream = await router.submit(prompt_of(30, seed=1), n=2, logprobs=2, max_tokens=3)
+        await router.finish(stream, other)
+
+        assert stream.stats.prefill_retries == len(cluster.candidates())
+        assert len(stream.logprobs) == 2 * 3
+
+    caplog.set_level(logging.INFO)
+    run(scenario)
+    assert any(words in str(vars(record)) for record in caplog.records)
+
+
+def without_logprobs(token: SampledToken) -> SampledToken:
+    return SampledToken(token_id=token.token_id)
+
+
+def with_many_logprobs(token: SampledToken) -> SampledToken:
+    return replace(token, top_logprobs=((1, -1.0), (2, -1.0), (3, -1.0)))
 
 
 def test_an_account_that_grew_by_a_preemption_is_told_when_the_tokens_go_on() -> None:
@@ -1035,6 +1088,14 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "all drawn": (
         {"prompt": (1,), "emitted": {0: [1] * 8}},
         "8 emitted tokens; allowed: fewer than 8",
+    ),
+    "numbers of streams that do not fit": (
+        {"prompt": (1,), "first_stream": 2**64 - 63},
+        f"first_stream: found {2**64 - 63}; allowed: 0 to {2**64 - 64}",
+    ),
+    "failed passes that do not fit": (
+        {"prompt": (1,), "failed_passes": 2**32 - 1},
+        "failed_passes: found 4294967295; allowed: 0 to 4294967294",
     ),
     "foreign emitted": ({"prompt": (1,), "emitted": {0: [4000]}}, "emitted_token_ids of choice 0"),
     "too long a name": (
