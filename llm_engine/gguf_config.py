@@ -184,13 +184,11 @@ def _rope(header: GGUFHeader, fields: ConfigFields, name: str, head_dim: int) ->
     rope |= {"rope_type": rope_type, "factor": factor}
     if rope_type == "yarn":
         scaling = f"{name}.rope.scaling"
-        for key, field in (
-            ("original_context_length", "original_max_position_embeddings"),
-            ("yarn_beta_fast", "beta_fast"),
-            ("yarn_beta_slow", "beta_slow"),
-        ):
-            if fields.has(f"{scaling}.{key}"):
-                rope[field] = header.metadata[f"{scaling}.{key}"]
+        if fields.has(key := f"{scaling}.original_context_length"):
+            rope["original_max_position_embeddings"] = fields.integer(key)
+        for field in ("beta_fast", "beta_slow"):
+            if fields.has(key := f"{scaling}.yarn_{field}"):
+                rope[field] = fields.number(key)
     return rope
 
 

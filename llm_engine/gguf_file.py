@@ -7,6 +7,7 @@ limit before a loop of that length.
 
 import hashlib
 import mmap
+import reprlib
 import struct
 import sys
 from array import array
@@ -129,7 +130,8 @@ class _HeaderReader:
             metadata[key] = self._value(key)
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise self._corrupt(f"general.alignment is {alignment!r}, must be a power of two")
+            shown = reprlib.repr(alignment)
+            raise self._corrupt(f"general.alignment is {shown}, must be a power of two")
         tensors = self._tensors(num_tensors, alignment)
         return GGUFHeader(
             path=self._path,

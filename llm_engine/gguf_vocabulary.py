@@ -102,7 +102,10 @@ def generation_config(header: GGUFHeader, vocabulary: Vocabulary) -> dict[str, A
         config["bos_token_id"] = vocabulary.named["bos_token"]
     for key, name in SAMPLING_KEYS.items():
         if fields.has(key):
-            config[name] = header.metadata[key]  # the router checks it, as for any other folder
+            value = fields.value(key)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise fields.unsupported(key, value, "a number")
+            config[name] = value  # the router checks its range, as for any other folder
     return config
 
 

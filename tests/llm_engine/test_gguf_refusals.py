@@ -68,6 +68,29 @@ def test_a_key_of_the_model_that_cannot_be_served(
     assert_refused(tmp_path, UnsupportedModel, (key, *words), metadata={key: value})
 
 
+@pytest.mark.parametrize("value", [[4, 4], "long", -1.0])
+@pytest.mark.parametrize("key", ["original_context_length", "yarn_beta_fast", "yarn_beta_slow"])
+def test_a_constant_of_yarn_that_is_no_number(tmp_path: Path, key: str, value: object) -> None:
+    scaling = "llama.rope.scaling"
+    keys = {f"{scaling}.type": "yarn", f"{scaling}.factor": 2.0, f"{scaling}.{key}": value}
+    words = (f"{scaling}.{key} is ", "must be a")
+    assert_refused(tmp_path, UnsupportedModel, words, metadata=keys)
+
+
+@pytest.mark.parametrize("value", [[0.5, 0.5], "hot", True])
+def test_a_recommended_setting_that_is_no_number(tmp_path: Path, value: object) -> None:
+    words = ("general.sampling.temp is ", "must be a number")
+    assert_refused(tmp_path, UnsupportedModel, words, metadata={"general.sampling.temp": value})
+
+
+def test_a_refusal_shows_only_the_beginning_of_a_long_value(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, metadata={"general.alignment": "x" * 100_000})
+
+    with pytest.raises(CheckpointCorrupt, match=r"general.alignment is 'xxx.{0,300}$"):
+        open_model(path)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
