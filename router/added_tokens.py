@@ -22,6 +22,7 @@ STANDARD_NAMES = (
     "mask_token",
 )
 _EXTRA, _ADDITIONAL = "extra_special_tokens", "additional_special_tokens"
+MAX_ID_DIGITS = 10  # of 32 bits
 _FLAGS = {"single_word", "lstrip", "rstrip", "normalized", "special"}
 
 Settings = Mapping[str, Any]  # a JSON object
@@ -122,9 +123,14 @@ def _is_own_name(name: str) -> bool:
 def _decoder_tokens(settings: Settings) -> dict[int, AddedToken]:
     key = "added_tokens_decoder"
     values = settings[key]
-    if not isinstance(values, dict) or not all(each.isdecimal() for each in values):
+    if not isinstance(values, dict) or not all(map(_is_id, values)):
         raise WrongToken(f"{key} must be an object of tokens by id")
     return {int(each): _token(f"{key}.{each}", value) for each, value in values.items()}
+
+
+def _is_id(text: str) -> bool:
+    """Return whether a text is a token id; int() refuses thousands of digits."""
+    return text.isdecimal() and len(text) <= MAX_ID_DIGITS
 
 
 def _older_tokens(ids: Mapping[str, int], settings: Settings) -> dict[int, AddedToken]:

@@ -72,6 +72,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # the libraries take no halves of characters
     except RecursionError:
         raise ModelFolderError(f"{path} is not JSON: nested too deeply") from None
     except ValueError as error:
@@ -101,8 +102,10 @@ def _read_tokenizer(path: Path, files: TokenFiles) -> Tokenizer:
         return Tokenizer(text, files)
     except WrongToken as error:
         raise ModelFolderError(f"{path.parent}: {error}") from error
-    except Exception as error:  # the tokenizers library raises plain Exception
-        raise ModelFolderError(f"{path} cannot be read: {error}") from error
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # plain Exception; a panic of the tokenizers library is none
+        raise ModelFolderError(f"{path} cannot be read: {error!s:.300}") from error
 
 
 def _read_chat_template(
@@ -114,7 +117,8 @@ def _read_chat_template(
         path = folder / "tokenizer_config.json"
         source = config.get("chat_template")
     if isinstance(source, list) and all(isinstance(each, dict) for each in source):
-        source = {each.get("name"): each.get("template") for each in source}
+        named = [each.get("template") for each in source if each.get("name") == "default"]
+        source = named[-1] if named else None
     if isinstance(source, dict):
         source = source.get("default")
     if not source:
@@ -139,5 +143,5 @@ def _read_defaults(folder: Path) -> SamplingDefaults:
     for name, value in asked.items():
         if not is_default(name, value):
             allowed = DEFAULT_RANGES[name].allowed
-            raise ModelFolderError(f"{name} in {path} is {value!r}; allowed: {allowed}")
+            raise ModelFolderError(f"{name} in {path} is {value!r:.200}; allowed: {allowed}")
     return SamplingDefaults().replaced(asked)

@@ -343,6 +343,10 @@ def test_a_broken_folder_is_refused_with_the_name_of_the_file(
         ({"additional_special_tokens": "<x>"}, {}, "additional_special_tokens"),
         ({"additional_special_tokens": [3]}, {}, "additional_special_tokens"),
         ({"added_tokens_decoder": {"one": added("<x>")}}, {}, "added_tokens_decoder"),
+        ({"added_tokens_decoder": {"9" * 5000: added("<x>")}}, {}, "added_tokens_decoder"),
+        ({"bos_token": "\ud83d"}, {}, "tokenizer_config.json is not JSON"),
+        ({}, {"added_tokens": {"\ud83d": 331}}, "added_tokens.json"),
+        ({"chat_template": [{"name": "default", "template": 5}]}, {}, "chat_template"),
         ({"added_tokens_decoder": {"331": 3}}, {}, "added_tokens_decoder.331"),
         ({"added_tokens_decoder": ["<x>"]}, {}, "added_tokens_decoder"),
         ({}, {"added_tokens": {"<x>": "331"}}, "added_tokens.json"),
@@ -359,6 +363,31 @@ def test_a_setting_that_cannot_be_followed_is_refused_by_name(
     folder = write_folder(tmp_path, byte_level(), config, **files)
 
     with pytest.raises(ModelFolderError, match=re.escape(key)):
+        read_model_folder(folder, max_prompt_chars=1000)
+
+
+def test_a_tokenizer_that_lets_its_library_panic_is_refused_by_name(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, byte_level(), {})
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["continuing_subword_prefix"] = "longer than the first token of a merge"
+    path.write_text(json.dumps(content))
+
+    with pytest.raises(ModelFolderError, match=r"tokenizer\.json cannot be read: range end index"):
+        read_model_folder(folder, max_prompt_chars=1000)
+
+
+def test_names_of_other_templates_may_be_anything(tmp_path: Path) -> None:
+    templates = [{"name": {}, "template": "x"}, {"name": "default", "template": "hello"}]
+    folder = write_folder(tmp_path, byte_level(), {"chat_template": templates})
+
+    assert read_model_folder(folder, max_prompt_chars=1000).chat_template is not None
+
+
+def test_a_default_is_refused_with_only_the_beginning_of_a_long_value(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, byte_level(), {}, generation_config={"top_p": "x" * 10_000})
+
+    with pytest.raises(ModelFolderError, match=r"top_p in .{0,1000}$"):
         read_model_folder(folder, max_prompt_chars=1000)
 
 
