@@ -27,7 +27,7 @@ def cached_folder(
         cache_dir: Parent of the folder; default: the user's cache.
 
     Raises:
-        CacheUnusable: If nothing can be written there.
+        CacheUnusable: If nothing can be written there, or the user has no home.
     """
     folder = (cache_dir or user_cache_dir()) / name
     if _is_whole(folder):
@@ -47,11 +47,22 @@ def cached_folder(
 
 
 def user_cache_dir() -> Path:
-    """Return the folder in which Pagewire keeps what it can make again."""
+    """Return the folder in which Pagewire keeps what it can make again.
+
+    Raises:
+        CacheUnusable: If the user has no home.
+    """
     if chosen := os.environ.get("PAGEWIRE_CACHE_DIR"):
         return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "pagewire"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "pagewire"
+    try:
+        return Path.home() / ".cache" / "pagewire"
+    except RuntimeError as error:
+        raise CacheUnusable(
+            f"HOME: found none for user {os.getuid()}; set PAGEWIRE_CACHE_DIR to a folder that "
+            "can be written"
+        ) from error
 
 
 def _replace(folder: Path, write: Callable[[Path], None], aside: Path) -> None:

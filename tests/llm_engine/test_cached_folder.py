@@ -1,6 +1,7 @@
 """Folders of the cache are whole, whoever writes them, and whatever happened to them before."""
 
 import os
+import pwd
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -114,3 +115,15 @@ def test_the_users_cache_is_where_the_environment_says(monkeypatch: pytest.Monke
 
     expected = [Path.home() / ".cache/pagewire", "/var/cache/me/pagewire", "/scratch/pagewire"]
     assert found == [Path(each) for each in expected]
+
+
+def test_a_user_without_a_home_is_told_of_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("PAGEWIRE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+    with pytest.raises(CacheUnusable, match="set PAGEWIRE_CACHE_DIR"):
+        cached_folder("it", Writer())
