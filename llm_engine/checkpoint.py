@@ -149,7 +149,7 @@ def _find_tensors(model_dir: Path) -> dict[str, TensorEntry]:
     for shard in shards:
         if Path(shard).name != shard:
             raise CheckpointCorrupt(f"{index_path}: shard {shard!r} is not a plain file name")
-        if not (model_dir / shard).exists():
+        if not os.path.exists(model_dir / shard):  # False also for a name that no file can have
             raise CheckpointMissing(
                 f"{model_dir / shard}: no such file; {index_path.name} lists {len(shards)} shards, "
                 "and all must be in the folder"

@@ -79,6 +79,16 @@ def test_missing_shard(folder: Path) -> None:
     assert_refused(folder / "sharded", CheckpointMissing, shard.name, "no such file", "shards")
 
 
+@pytest.mark.parametrize("name", ["x" * 256, "\ud83d", "\0"], ids=["long", "half", "NUL"])
+def test_a_shard_with_a_name_that_no_file_can_have(folder: Path, name: str) -> None:
+    path = folder / "sharded" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][Q_PROJ] = name
+    path.write_text(json.dumps(index))
+
+    assert_refused(folder / "sharded", CheckpointMissing, path.name, "no such file")
+
+
 def test_tensor_missing_in_its_shard(folder: Path) -> None:
     index = json.loads((folder / "sharded" / "model.safetensors.index.json").read_text())
     shard = index["weight_map"][Q_PROJ]
