@@ -133,11 +133,12 @@ class PrefillPeers:
 
     async def close(self) -> None:
         """Close connections and channels; nobody may use one."""
+        for peer in self._peers.values():
+            peer.users.forget()  # else the time of one may be over while another is awaited
         await self._connections.close()
         for peer in self._peers.values():
-            peer.users.forget()
             if peer.client is not None:
-                await peer.client.close()
+                await _close(peer.client)
 
     def _met(self, sender: WorkerIdentity, _: asyncio.Task[None]) -> None:
         del self._meeting[sender]

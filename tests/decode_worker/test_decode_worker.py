@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from decode_worker.config import DecodeConfig
+from decode_worker.prefill_client import PrefillClient
 from kv_transfer.deadlines import TransferDeadlines
 from llm_engine.engine_step import EngineStep
 from llm_engine.sampling import SampledToken, SamplingParams
@@ -864,6 +865,36 @@ def test_what_is_kept_for_prefill_workers_that_left_stays_bounded() -> None:
     cluster = WorkerCluster(num_prefill=0, prefill_pages=16)
     cluster.decode_config = replace(cluster.decode_config, transfer_deadlines=deadlines)
     run(scenario, cluster)
+
+
+def test_a_worker_that_stops_closes_all_channels_though_some_close_late_and_others_are_due(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While it waits for one, the time of others may be over, and one may fail."""
+    idle_s = 20.0
+    close = PrefillClient.close
+
+    async def closes_late(client: PrefillClient) -> None:
+        await asyncio.sleep(idle_s)
+        await close(client)
+        raise RuntimeError("planted")
+
+    async def main() -> None:
+        config = decode_config(transfer_deadlines=TransferDeadlines(idle_s=idle_s))
+        cluster = await WorkerCluster(num_prefill=3, decode_config=config).start()
+        router = await cluster.session()
+        for seed, each in enumerate(cluster.candidates()):
+            await router.finish(await router.submit(prompt_of(30, seed=seed), candidates=[each]))
+        await router.close()
+
+        monkeypatch.setattr(PrefillClient, "close", closes_late)
+        await cluster.decode.process.spawn(cluster.decode.worker.stop(0.0))
+
+        assert len(cluster.channels) == 3
+        assert all(each.is_closed for each in cluster.channels)
+
+    run_virtual(main())
+    assert [each.msg for each in caplog.records].count("client_close_failed") == 3
 
 
 def test_no_request_meets_a_closed_connection_even_with_the_least_time_and_a_slow_network() -> None:
