@@ -63,9 +63,10 @@ class WorkerActor(ABC, Generic[Config]):
         _note_step("worker_begins", settings.worker_id)
         self._settings = settings
         engine = asyncio.get_running_loop().run_in_executor(None, _import_engine, settings.device)
-        self._controller = ray.get_actor(start.controller_name)
-        is_restart = await self._was_ready()
+        is_restart = has_come_back()
         try:
+            self._controller = ray.get_actor(start.controller_name)
+            is_restart = await self._was_ready()
             if not settings.host:
                 expected = None if is_restart else await self._model_identity()
                 settings = await asyncio.to_thread(_on_this_host, settings, expected)

@@ -250,6 +250,35 @@ def test_a_worker_whose_interface_has_gone_is_started_again_by_ray(
     assert started == []
 
 
+@pytest.mark.parametrize(
+    ("is_another", "end"), [(False, ValueError), (True, SystemExit)], ids=["first", "another"]
+)
+def test_a_worker_without_a_controller_is_started_again_by_ray_unless_it_is_new(
+    model: Path,
+    controller: FakeController,
+    started: list[tuple[str, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    is_another: bool,
+    end: type[BaseException],
+) -> None:
+    """Ray gives up an actor whose constructor raises, and restarts one whose process ends."""
+
+    def find(name: str) -> None:
+        raise ValueError(f"Failed to look up actor with name {name!r}")
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(ray, "get_actor", find)
+    monkeypatch.setattr(ray.get_runtime_context(), "is_another", is_another)
+    monkeypatch.setattr(os, "_exit", leave)
+
+    with pytest.raises(end):
+        start(model)
+
+    assert started == []
+
+
 @pytest.mark.filterwarnings("error")  # users would see Ray's own
 def test_on_a_ray_of_our_own_nothing_differs_by_host(
     model: Path, controller: FakeController, started: list[tuple[str, Path]]
