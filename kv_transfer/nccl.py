@@ -9,6 +9,7 @@ import asyncio
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from kv_cache.page_storage import PageStorage
@@ -193,7 +194,8 @@ async def _in_daemon_thread(function: Callable[[], None]) -> None:
             function()
         except Exception as raised:
             error = raised
-        loop.call_soon_threadsafe(finish, error)
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(finish, error)
 
     threading.Thread(target=run, name="nccl-abort", daemon=True).start()
     await done

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kv_transfer.errors import ConnectionBroken, LayoutMismatch, TransportRefused
-from kv_transfer.nccl import _OFFER, NcclConnection, NcclTransport
+from kv_transfer.nccl import _OFFER, NcclConnection, NcclTransport, _in_daemon_thread
 from kv_transfer.polling_thread import PollingThread, Steps
 from tests.kv_transfer.pair import check_whole_transfers, damage_exports, make_storage
 from tests.kv_transfer.tcp_pair import run, soon
@@ -141,6 +141,29 @@ def test_a_hanging_peer_ends_at_the_deadline_and_abort_runs_beside_the_event_loo
                 await receiving.receive([3], 5.0)
 
     run(scenario)
+
+
+def test_an_abort_that_ends_after_the_event_loop_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raised: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    may_end = threading.Event()
+
+    def abort() -> None:
+        may_end.wait(10)
+
+    async def scenario() -> None:
+        aborting = asyncio.create_task(_in_daemon_thread(abort))
+        await asyncio.sleep(0.01)
+        aborting.cancel()
+
+    asyncio.run(scenario())
+    [thread] = [each for each in threading.enumerate() if each.name == "nccl-abort"]
+    may_end.set()
+    thread.join(10)
+
+    assert not raised
 
 
 def test_a_peer_that_never_comes_aborts_the_set_up() -> None:
