@@ -294,7 +294,10 @@ class Session:
                 failure = wire.failure(each)
                 if failure.is_leaving:
                     self.worker.note_leaving()
-                found.on_failure(failure, is_leaving=self.worker.is_leaving)
+                try:
+                    found.on_failure(failure, is_leaving=self.worker.is_leaving)
+                except Exception:
+                    _crash(found)
 
     def _end_unknown(self, numbers: Sequence[int], token_ids: Sequence[int]) -> None:
         """End the attempts of choices for which a token came that the model does not have."""

@@ -1591,6 +1591,33 @@ def test_a_bug_while_tokens_are_taken_in_ends_that_request_only(
     run_virtual(main())
 
 
+def test_a_bug_while_a_failure_is_taken_in_ends_that_request_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def crash(*_: object) -> bool:
+        raise ZeroDivisionError("a bug")
+
+    async def refuse_two(session: Session, submit: Submit) -> None:
+        if len(submit.choices) == 2:
+            session.fail(submit, grpc.StatusCode.UNAVAILABLE)
+        else:
+            await honest(session, submit)
+
+    async def main() -> None:
+        monkeypatch.setattr(Generation, "fail_attempt", crash)
+        worker = ScriptedWorker("decode-0", token_s=0.1, serve=refuse_two)
+        async with running_router(worker) as tested:
+            other = asyncio.create_task(tested.generate(max_tokens=20))
+            await wait_until(lambda: bool(worker.submits))
+            answer = await tested.generate(n=2)
+
+            assert answer.error is not None
+            assert answer.error.code() is grpc.StatusCode.INTERNAL
+            assert (await other).usage.stats.resumptions == 0
+
+    run_virtual(main())
+
+
 def test_membership_is_idempotent() -> None:
     async def main() -> None:
         worker = ScriptedWorker("decode-0", token_s=0.05)
