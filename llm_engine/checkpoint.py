@@ -7,6 +7,7 @@ before anything expensive happens. It never opens pickled weights.
 import hashlib
 import json
 import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
@@ -24,6 +25,7 @@ from llm_engine.model_config import ModelConfig
 
 WEIGHT_DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
+MAX_DIMENSIONS = 8  # no message could show the product of thousands
 SAMPLE_BYTES = 256  # of each tensor, for the fingerprint
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 # Recomputed from the configuration; old checkpoints carry it.
@@ -201,9 +203,9 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
                 name: TensorEntry(
                     path=path,
                     dtype=str(value["dtype"]),
-                    shape=tuple(int(size) for size in value["shape"]),
-                    begin=data_begin + int(value["data_offsets"][0]),
-                    end=data_begin + int(value["data_offsets"][1]),
+                    shape=_integers(value["shape"]),
+                    begin=data_begin + _integers(value["data_offsets"])[0],
+                    end=data_begin + _integers(value["data_offsets"])[1],
                 )
                 for name, value in header.items()
                 if name != "__metadata__"
@@ -225,3 +227,15 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
                 f"{entry.dtype} {list(entry.shape)} needs {element_bytes * prod(entry.shape)}"
             )
     return entries
+
+
+def _integers(values: object) -> tuple[int, ...]:
+    """Return the sizes or offsets of a tensor; TypeError: they are no short list of integers."""
+    if (
+        not isinstance(values, list)
+        or len(values) > MAX_DIMENSIONS
+        or not all(type(each) is int and abs(each) < 2**63 for each in values)
+    ):
+        allowed = f"a list of up to {MAX_DIMENSIONS} integers of 64 bits"
+        raise TypeError(f"found {reprlib.repr(values)}; allowed: {allowed}")
+    return tuple(values)

@@ -165,6 +165,24 @@ def test_a_tensor_that_begins_before_the_data(folder: Path, begin: int) -> None:
     assert_refused(folder / "single", CheckpointCorrupt, "model.safetensors", f"tensor {Q_PROJ}")
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [[10**40] * 200, "9" * 5000, [2**63], [True]],
+    ids=["long", "text", "large", "truth"],
+)
+def test_a_shape_that_no_tensor_has(folder: Path, shape: object) -> None:
+    path = folder / "single" / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header[Q_PROJ]["shape"] = shape
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + size :])
+
+    words = ("not a safetensors header", "allowed: a list of up to 8 integers")
+    assert_refused(folder / "single", CheckpointCorrupt, path.name, *words)
+
+
 def test_a_header_that_is_not_one(folder: Path) -> None:
     path = folder / "single" / "model.safetensors"
     infinite = b'{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 0]}}'
