@@ -74,7 +74,9 @@ class Detokenizer:
 
     def _send(self, text: str, num_tokens: int) -> str:
         """Return the unsent part of `text`, the text of the window's first tokens."""
-        if text.startswith(self._sent_text):
+        # Decoding drops a leading blank: any text would begin with what is left of it.
+        has_turned = not self._sent_text and text.startswith(_INCOMPLETE)
+        if not has_turned and text.startswith(self._sent_text):
             new_text = text[len(self._sent_text) :]
         else:  # sent characters turned malformed; see the module's docstring
             new_text = self._decoder.decode(self._window[self._num_sent : num_tokens])

@@ -107,6 +107,12 @@ def test_a_malformed_run_keeps_the_characters_that_were_sent() -> None:
     assert "".join(pieces) == "é\ufffda"
 
 
+def test_a_blank_that_turns_malformed_is_not_sent_twice() -> None:
+    token_ids = [FIRST_PIECE + 1, FIRST_BYTE + 0x20, FIRST_BYTE + 0xFF, FIRST_PIECE + 1]
+
+    assert "".join(stream(BYTE_FALLBACK, token_ids)) == "a \ufffda"
+
+
 def test_endless_garbage_is_sent_in_time_and_in_bounded_work() -> None:
     class Counting:
         own_texts = BYTE_LEVEL.own_texts

@@ -108,7 +108,7 @@ def test_text_that_is_cut_anywhere_goes_on_as_if_it_were_not(
 
 
 _FALLBACK = Tokenizer(byte_fallback().to_str())
-_BYTES = [3 + byte for byte in (*"é€😀".encode(), 0x41, 0xFF)]  # ids of byte_fallback
+_BYTES = [3 + byte for byte in (*"é€😀".encode(), 0x20, 0x41, 0xFF)]  # ids of byte_fallback
 _PIECES = range(3 + 256, byte_fallback().get_vocab_size())
 
 
