@@ -14,6 +14,7 @@ from pagewire.chat_arguments import MAX_MESSAGES
 from pagewire.shown import shown
 
 MAX_PARTS = 10_000  # of a message
+SPARE_LEVELS = 100  # more calls may be under way where the answer is written
 EMPTY_ID = "an empty id"
 _UNSUPPORTED = {
     "audio": Unsupported("there is no audio"),
@@ -117,9 +118,9 @@ def take_tools(fields: Fields, model: Model, *, is_flat: bool = False) -> Tools:
         raise refused("tool_choice", f"the function {shown(only)}", allowed)
     if must_call and not given:
         raise refused("tool_choice", shown(choice), "'auto' or 'none' without tools")
+    if is_flat:
+        _check_repeatable(given)
     if choice == "none" or not given:
-        if is_flat:  # the answer repeats them, and nobody else checks them
-            _check_json(given)
         return Tools()
     if model.tool_call_format is None:
         found = "tools, but the model's chat template has no known format of calls"
@@ -127,11 +128,16 @@ def take_tools(fields: Fields, model: Model, *, is_flat: bool = False) -> Tools:
     return Tools(shown=shown_tools, functions=functions, must_call=must_call, only=only)
 
 
-def _check_json(tools: list[Any]) -> None:
-    """Refuse tools that no JSON can repeat, because a number is too large for Python."""
+def _check_repeatable(tools: list[Any]) -> None:
+    """Refuse tools that the answer could not repeat as JSON."""
+    deeper: Any = tools
+    for _ in range(SPARE_LEVELS):
+        deeper = [deeper]
     try:
-        json.dumps(tools, allow_nan=False)
-    except ValueError as error:
+        json.dumps(deeper, allow_nan=False)
+    except RecursionError:
+        raise refused("tools", "values nested too deeply", "values that JSON has") from None
+    except ValueError as error:  # a number is too large for Python
         found = f"a value that is not JSON: {error}"
         raise refused("tools", found, "values that JSON has") from None
 

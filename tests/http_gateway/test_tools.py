@@ -193,6 +193,20 @@ def test_a_number_in_a_tool_that_no_answer_could_repeat_is_refused(parrots, choi
     assert "tools: found a value that is not JSON" in answer.error["message"]
 
 
+@pytest.mark.parametrize("size", [0, 300_000], ids=["small", "large"])  # read in a thread
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_a_tool_that_is_too_deep_for_the_answer_is_refused(parrots, choice, size):
+    address = parrots("hermes").host_and_port
+    for depth in range(850, 1000, 3):
+        schema = f'{{"a": {"[" * depth}{"]" * depth}}}'
+        tool = f'{{"type": "function", "name": "weather", "parameters": {schema}}}'
+        body = f'{{"input": "hello", "tools": [{tool}], "tool_choice": "{choice}"}}'
+        answer = exchange(address, request("/v1/responses", body + " " * size))
+
+        assert answer.status == 200 or "nested too deeply" in answer.error["message"]
+    assert answer.status == 400
+
+
 def test_a_response_has_calls_as_items(client, kind):
     tools = [{"type": "function", "strict": False, **each["function"]} for each in TOOLS]
     response = client.responses.create(model="tiny", input=WRITTEN[kind], tools=tools)
