@@ -302,6 +302,8 @@ def is_idle(status: ClusterStatus) -> bool:
 
 def _steady_memory_mib(run: Run) -> list[int]:
     """Return the GPU memory of prefill and decode worker, MiB, once it is steady; [] on CPUs."""
+    if run.cluster.device == "cpu":
+        return []
     pids = {run.cluster.pid(name): name for name in SIDES.values()}
     used: dict[str, int] = {}
     changed_at = time.monotonic()
@@ -311,7 +313,7 @@ def _steady_memory_mib(run: Run) -> list[int]:
         now = gpu_memory_of(pids)
         if now != used:
             used, changed_at = now, time.monotonic()
-        return not used or time.monotonic() - changed_at > STEADY_S
+        return time.monotonic() - changed_at > STEADY_S
 
     run.until(is_steady, STEADY_TIMEOUT_S, "GPU memory that is steady")
     return [used[name] for name in SIDES.values() if used]

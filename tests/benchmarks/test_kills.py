@@ -46,28 +46,26 @@ def test_a_case_notes_the_most_that_a_round_has_kept() -> None:
 
 
 def test_memory_is_compared_while_no_workers_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    levels = [{"decode-0": 7, "prefill-0": 5}, {"decode-0": 9, "prefill-0": 5}]
+    levels = [{"decode-0": 7, "prefill-0": 5}, {}, {"decode-0": 9, "prefill-0": 5}]
     asked_at: list[float] = []
 
     def gpu_memory_of(pids: Mapping[int, str]) -> dict[str, int]:
         assert pids == {1: "prefill-0", 2: "decode-0"}
         asked_at.append(time.monotonic())
-        return levels[0] if len(asked_at) < 3 else levels[1]
+        return levels[min(len(asked_at) // 3, 2)]  # once it could not be asked
 
     monkeypatch.setattr(kills, "gpu_memory_of", gpu_memory_of)
     monkeypatch.setattr(kills, "STEADY_S", 0.2)
 
     assert kills._steady_memory_mib(make_run()) == [5, 9]
-    assert asked_at[-1] - asked_at[2] > 0.2
+    assert asked_at[-1] - asked_at[5] > 0.2
 
 
-def test_on_cpus_there_is_no_memory_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kills, "gpu_memory_of", lambda pids: {})
-
-    assert kills._steady_memory_mib(make_run()) == []
+def test_on_cpus_there_is_no_memory_to_wait_for() -> None:
+    assert kills._steady_memory_mib(make_run("cpu")) == []
 
 
-def make_run() -> Any:
+def make_run(device: str = "cuda") -> Any:
     """Return what stands for a run: two processes, and a wait without a deadline."""
 
     def until(is_true: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -75,4 +73,5 @@ def make_run() -> Any:
             time.sleep(0.01)
 
     pids = {"prefill-0": 1, "decode-0": 2}
-    return SimpleNamespace(cluster=SimpleNamespace(pid=pids.__getitem__), until=until)
+    cluster = SimpleNamespace(pid=pids.__getitem__, device=device)
+    return SimpleNamespace(cluster=cluster, until=until)
