@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import time
 from typing import Any
 
 import torch
@@ -11,8 +10,6 @@ from torch import Tensor
 from kv_transfer.errors import TransportRefused
 
 cuda: Any = torch.cuda  # its streams are not typed
-
-IDLE_POLL_S = 0.001
 
 
 def called(name: str, returned: Any) -> Any:
@@ -26,12 +23,6 @@ def called(name: str, returned: Any) -> Any:
 def words_at(address: int, num_words: int, device: torch.device) -> Tensor:
     """Return 32-bit words of a device's memory as a tensor, [num_words] int32, that owns none."""
     return torch.as_tensor(_Described(address, num_words), device=device)
-
-
-def wait_until_idle(*streams: Any) -> None:
-    """Block until the streams are, and let others run meanwhile."""
-    while not all(stream.query() for stream in streams):
-        time.sleep(IDLE_POLL_S)
 
 
 class OwnStreams:
@@ -98,7 +89,7 @@ class OwnMemory:
         return words_at(int(called("cudaMallocAsync", given)), num_words, self._device)
 
     def give_back(self, memory: Tensor, stream: Any) -> None:
-        """Return memory to the device, as soon as the stream is idle.
+        """Return memory to the device. The stream must be idle: else this waits inside CUDA.
 
         Raises:
             TransportRefused: CUDA has refused it, mostly because the device is lost.
@@ -106,8 +97,7 @@ class OwnMemory:
         with cuda.device(self._device):
             freed = self._runtime.cudaFreeAsync(memory.data_ptr(), stream.cuda_stream)
             called("cudaFreeAsync", freed)
-            wait_until_idle(stream)
-            stream.synchronize()  # at once; only then, not by a query, does the device have it
+            stream.synchronize()  # only then does CUDA's pool let go of it; a query is not enough
 
 
 class _Described:

@@ -66,7 +66,8 @@ class NcclTransport:
     that is first loaded while a transfer hangs would hang with it.
 
     Raises:
-        TransportRefused: The storage is not on a CUDA device, or nccl4py or libnccl is missing.
+        TransportRefused: The storage is not on a CUDA device, nccl4py or libnccl is missing, or
+            CUDA gives no stream or no memory.
     """
 
     name = "nccl"

@@ -15,6 +15,7 @@ operation records those of the one before again.
 
 import importlib
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from kv_cache.page_storage import PageStorage
 from kv_cache.torch_storage import TorchPageStorage
-from kv_transfer.cuda_runtime import OwnMemory, OwnStreams, wait_until_idle
+from kv_transfer.cuda_runtime import OwnMemory, OwnStreams
 from kv_transfer.errors import ConnectionBroken, TransportRefused
 from kv_transfer.polling_thread import Steps
 
@@ -31,6 +32,7 @@ cuda: Any = torch.cuda  # its streams and events are not typed
 
 MAX_CTAS = 16  # many for a short time disturb other kernels less than few for long
 WARM_UP_BYTES = 4096
+IDLE_POLL_S = 0.001
 
 
 class NcclDevice:
@@ -164,7 +166,8 @@ class NcclLink:
         cuda.set_device(self._device.device)
         self._communicator.abort()
         # Copies that were enqueued behind the aborted message still run, on quarantined pages.
-        wait_until_idle(self._wire, self._copy)
+        while not (self._wire.query() and self._copy.query()):
+            time.sleep(IDLE_POLL_S)
         # So others may have their streams, and the device their memory.
         self._slabs, self._ids, self._events = (), [], []
         if self._memory is not None:

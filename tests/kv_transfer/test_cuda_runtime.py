@@ -56,17 +56,10 @@ class Runtime:
 
 
 class Stream:
-    """Idle when it has been asked twice, which the runtime notes."""
-
     cuda_stream = 7
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime, self.answers = runtime, iter((False, True))
-
-    def query(self) -> bool:
-        is_idle = next(self.answers)
-        self.runtime.calls.append(("idle",) if is_idle else ("busy",))
-        return is_idle
+        self.runtime = runtime
 
     def synchronize(self) -> None:
         self.runtime.calls.append(("synchronized",))
@@ -85,21 +78,14 @@ def make_memory(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> OwnMemory:
     return memory
 
 
-def test_nobody_waits_inside_cuda_for_a_stream_that_is_busy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_is_the_devices_when_it_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's pool keeps it until the stream is synchronized."""
     runtime = Runtime()
     memory = make_memory(monkeypatch, runtime)
 
     memory.give_back(torch.empty(0), Stream(runtime))
 
-    assert runtime.calls == [
-        (DEVICE,),
-        ("cudaFreeAsync", 0, 7),
-        ("busy",),
-        ("idle",),
-        ("synchronized",),
-    ]
+    assert runtime.calls == [(DEVICE,), ("cudaFreeAsync", 0, 7), ("synchronized",)]
 
 
 def test_memory_is_taken_by_bytes_and_told_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
