@@ -1,7 +1,6 @@
 """The command that runs a separate HTTP gateway: pagewire gateway."""
 
 import asyncio
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -20,10 +19,11 @@ from observability.logs import configure_logging
 from observability.open_files import raise_file_limit
 from observability.serving_process import settle_process
 from observability.tracing import stop_tracing
-from pagewire import InvalidRequestError, Tls
+from pagewire import InvalidRequestError, PagewireError, Tls, TlsError
 from pagewire.arguments import check_address
 from pagewire.cli.client_commands import tls_of
 from pagewire.cli.standard_output import say
+from pagewire.cli.strict_command import told_with_flag
 
 DEFAULT_PORT = 8000
 # Options of a cluster that a gateway has, too, besides whole sections
@@ -100,8 +100,8 @@ def gateway(
         if tls:
             tls.load()
     except InvalidRequestError as error:
-        flag = error.violations[0].field.removeprefix("tls.").replace("_", "-")
-        raise ConfigError(f"--router-{flag}: {error.violations[0].description}") from error
+        wrong = error.violations[0]
+        raise ConfigError(f"{_flag(wrong.field)}: {wrong.description}") from error
     config = with_own_host(config)
     check_port_free(config.host, port)
     check_traces(config.tracing)
@@ -144,9 +144,7 @@ async def _serve(
     routers = f"the {name} at {', '.join(router)}"
 
     async def tell_ready() -> None:
-        await server.wait_ready(
-            lambda reason: say(f"waiting for {routers}: {_with_own_flags(reason)}")
-        )
+        await server.wait_ready(lambda error: say(f"waiting for {routers}: {_told(error)}"))
         url = http_url(config, address)
         say(f"ready: HTTP on {url}/v1, chat page at {url}/, for {routers}")
 
@@ -159,9 +157,15 @@ async def _serve(
     say("stopped")
 
 
-def _with_own_flags(reason: str) -> str:
-    """Turn the flags of clients, which errors of the connection recommend, into the gateway's."""
-    return re.sub(r"--(tls|(?:authority|certificate)-file|server-name)\b", r"--router-\1", reason)
+def _told(error: PagewireError) -> str:
+    if isinstance(error, TlsError) and error.field:
+        return told_with_flag(error, _flag(error.field))
+    return error.message
+
+
+def _flag(field: str) -> str:
+    """Return the flag for the client's argument `tls`, or a field of it."""
+    return f"--router-{field.removeprefix('tls.').replace('_', '-')}"
 
 
 def _takes(path: str) -> bool:

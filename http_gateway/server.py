@@ -25,7 +25,7 @@ from http_gateway.wire import RouterLink
 from observability.logs import fields
 from observability.rare_line import RareLine
 from observability.tracing import TracingConfig, configure_tracing
-from pagewire import Tls
+from pagewire import PagewireError, Tls
 from pagewire.routers import Connector
 from protos.addresses import join_address
 
@@ -124,7 +124,7 @@ class GatewayServer:
         log.info("gateway_listens", extra=fields(address=address))
         return address
 
-    async def wait_ready(self, waits: Callable[[str], None]) -> None:
+    async def wait_ready(self, waits: Callable[[PagewireError], None]) -> None:
         """Wait until a request would find a worker; see RouterLink. Needs `start`."""
         assert self._link is not None
         await self._link.wait_ready(waits)

@@ -46,6 +46,10 @@ class RouterOpen(UnavailableError):
     """The router serves whoever connects to it, and strangers can connect to the gateway."""
 
 
+class NoWorker(UnavailableError):
+    """No router has a decode worker that takes requests."""
+
+
 class RouterLink:
     """Talks to the routers from one event loop; connects when first needed, and reconnects.
 
@@ -182,24 +186,23 @@ class RouterLink:
             self._routers.pass_over(self._routers.address)
         return False
 
-    async def wait_ready(self, waits: Callable[[str], None]) -> None:
+    async def wait_ready(self, waits: Callable[[PagewireError], None]) -> None:
         """Wait until a request would find a worker; the caller bounds the wait.
 
         Args:
-            waits: Gets the reason why it would not; called again for another kind of reason.
+            waits: Gets the error why it would not; called again for another kind of error.
         """
-        told: type[PagewireError] | str = ""
+        told: type[PagewireError] | None = None
         while True:
-            kind: type[PagewireError] | str
+            error: PagewireError = NoWorker(NO_WORKER, code="UNAVAILABLE")
             try:
                 if await self.is_serving():
                     return
-                kind = reason = NO_WORKER
-            except PagewireError as error:
-                kind, reason = type(error), error.message
-            if kind != told:
-                told = kind
-                waits(reason)
+            except PagewireError as found:
+                error = found
+            if type(error) is not told:
+                told = type(error)
+                waits(error)
             await asyncio.sleep(LOOK_PERIOD_S)
 
     async def tokenize(

@@ -92,6 +92,10 @@ class ConnectionFailedError(TransportError):
 class TlsError(TransportError):
     """A router answers, but one side requires TLS, or does not trust the other's certificate."""
 
+    def __init__(self, message: str, *, code: str, field: str = "") -> None:
+        super().__init__(message, code=code)
+        self.field = field  # the client's argument that may mend it, "tls.server_name"; empty: none
+
 
 class UnavailableError(TransportError):
     """The router answers, but has no worker for the request now, or cannot continue its answer."""

@@ -26,16 +26,20 @@ PROBE_AGAIN_S = 0.3  # a router that ends is gone by then
 
 _NAME = re.compile(r"[\w-]+(?:\.[\w-]+)*|[\da-fA-F:.]+", re.ASCII)
 
-_IN_CLEAR = "takes connections over TLS only, and this one is in clear; use tls=Tls(), or --tls"
-_NO_TLS = "does not speak TLS, but this client does; connect without TLS"
+# What is told of a router, and the client's argument that may mend it.
+_Fault = tuple[str, str]
+
+_IN_CLEAR = "takes connections over TLS only, and this one is in clear; use tls=Tls()", "tls"
+_NO_TLS = "does not speak TLS, but this client does; connect without TLS", ""
 _NO_CERTIFICATE = (
     "requires from each client a certificate of an authority that it trusts; see "
-    "tls.certificate_file, or --certificate-file"
+    "tls.certificate_file",
+    "tls.certificate_file",
 )
-_AUTHORITY = "; see tls.authority_file, or --authority-file, for the authority to trust"
+_AUTHORITY = "; see tls.authority_file for the authority to trust", "tls.authority_file"
 _SERVER_NAME = (
-    "; connect by a name that it is for, or see tls.server_name, or --server-name, for the one to "
-    "expect"
+    "; connect by a name that it is for, or see tls.server_name for the one to expect",
+    "tls.server_name",
 )
 # By OpenSSL's codes, X509_V_ERR_*: self-signed, itself or its authority; no issuer; another name or
 # address.
@@ -160,14 +164,16 @@ def _told(address: str, error: ssl.SSLError, *, is_plain: bool) -> TlsError | No
         return _error(address, _IN_CLEAR) if "ALERT" in reason else None
     if isinstance(error, ssl.SSLCertVerificationError):
         told = f"shows a certificate that is not trusted: {error.verify_message.rstrip('.')}"
-        return _error(address, f"{told}{_REMEDIES.get(error.verify_code, '')}")
+        remedy, field = _REMEDIES.get(error.verify_code, ("", ""))
+        return _error(address, (told + remedy, field))
     if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
         return _error(address, _NO_CERTIFICATE)
     if "WRONG_VERSION" in reason or "RECORD_LAYER" in reason:
         return _error(address, _NO_TLS)
     told = f"cannot be reached over TLS: {reason.replace('_', ' ').lower() or error}"
-    return _error(address, told)
+    return _error(address, (told, ""))
 
 
-def _error(address: str, told: str) -> TlsError:
-    return TlsError(f"the router at {address} {told}", code="UNAVAILABLE")
+def _error(address: str, fault: _Fault) -> TlsError:
+    told, field = fault
+    return TlsError(f"the router at {address} {told}", code="UNAVAILABLE", field=field)

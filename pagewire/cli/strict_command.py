@@ -9,7 +9,13 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from pagewire import AuthenticationError, InvalidRequestError, OverloadedError, PagewireError
+from pagewire import (
+    AuthenticationError,
+    InvalidRequestError,
+    OverloadedError,
+    PagewireError,
+    TlsError,
+)
 from pagewire.arguments import SAMPLING, TOKEN_VARIABLE, check_sampling, check_timeout_s
 
 
@@ -72,8 +78,8 @@ def told_by_flags(error: PagewireError, parameters: Iterable[Any]) -> str:
     """Return an error's lines, replacing sampling.max_tokens by --max-tokens at their beginnings.
 
     Likewise `sampling.stop[0]` by `--stop`, and `prompt.text` by the argument `prompt`; an error
-    of the token names the ways in which a command gets one, and one for want of room says when to
-    try again.
+    of the token names the ways in which a command gets one, one of TLS adds the flag that may mend
+    it, and one for want of room says when to try again.
 
     Args:
         error: The error of the client or the router, which name fields as in the request.
@@ -84,6 +90,8 @@ def told_by_flags(error: PagewireError, parameters: Iterable[Any]) -> str:
         found = str(error).partition("; allowed: ")[0]  # the rest speaks of metadata
         flag = spellings["token_file"]
         return f"{found}; allowed: a token of this cluster, by {flag} or {TOKEN_VARIABLE}"
+    if isinstance(error, TlsError):
+        return told_with_flag(error, spellings.get(error.field.removeprefix("tls."), ""))
     told = re.sub(
         r"^(?:sampling\.|tls\.)?(\w+)(?:\.text|\[\d+\])?(?=:)",
         lambda field: spellings.get(field[1], field[0]),
@@ -93,3 +101,8 @@ def told_by_flags(error: PagewireError, parameters: Iterable[Any]) -> str:
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:
         return f"{told}; try again in {math.ceil(error.retry_after_s)} s"
     return told
+
+
+def told_with_flag(error: TlsError, flag: str) -> str:
+    """Return an error's text with a command's flag for the argument that may mend it, if any."""
+    return f"{error} ({flag})" if flag else str(error)

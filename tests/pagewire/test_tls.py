@@ -64,15 +64,15 @@ WANTS = (
     "requires from each client a certificate of an authority that it trusts; see tls.certificate"
 )
 FAULTS = {
-    "in clear": "takes connections over TLS only, and this one is in clear; use tls=Tls(), or --",
+    "in clear": "takes connections over TLS only, and this one is in clear; use tls=Tls()",
     "in clear where certificates are wanted": "takes connections over TLS only, and this one is in",
     "over TLS to a server in clear": "does not speak TLS, but this client does; connect without "
     "TLS",
     "who believes another authority": "a certificate that is not trusted: unable to get local "
-    "issuer certificate; see tls.authority_file, or --authority-file, for the authority to trust",
+    "issuer certificate; see tls.authority_file for the authority to trust",
     "who believes public authorities": "shows a certificate that is not trusted: ",
     "who expects another name": "certificate is not valid for 'other'; connect by a name that it "
-    "is for, or see tls.server_name, or --server-name, for the one to expect",
+    "is for, or see tls.server_name for the one to expect",
     "without a certificate": WANTS,
     "with one of another authority": WANTS,
 }
@@ -112,6 +112,8 @@ def test_what_is_wrong_between_client_and_router_is_told_soon(
             assert_within(time.monotonic() - began, SOON_S)
             assert str(caught.value).startswith(f"the router at {address} ")
             assert FAULTS[fault] in str(caught.value)
+            assert "--" not in str(caught.value), "flags are the commands' own"
+            assert caught.value.field in str(caught.value)
             assert "\n" not in str(caught.value)
             assert not service.requests
 
@@ -292,7 +294,7 @@ def test_the_command_line_takes_files_and_tells_what_is_wrong(authority: Authori
     assert in_clear.returncode == public.returncode == 1
     assert in_clear.stderr == (
         f"error: the router at {address} takes connections over TLS only, and this one is in "
-        "clear; use tls=Tls(), or --tls\n"
+        "clear; use tls=Tls() (--tls)\n"
     )
     assert "shows a certificate that is not trusted" in public.stderr
     assert half.returncode == 2
