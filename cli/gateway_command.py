@@ -10,8 +10,8 @@ from cli.flags import add_command, flag_parameter
 from cli.stop_signals import StopSignals
 from cluster.certificates import check_front, http_url, needs_tenants
 from cluster.config import ClusterConfig
-from cluster.devices import check_port_free
-from cluster.errors import ConfigError, StartError
+from cluster.devices import check_port_free, port_lost
+from cluster.errors import ConfigError
 from cluster.own_address import with_own_host
 from cluster.preflight import check_traces
 from credentials.door import front_door
@@ -137,8 +137,8 @@ async def _serve(
     trace_gateway(config.tracing)
     try:
         address = await server.start()
-    except OSError as error:  # another process was faster
-        raise StartError(f"cannot listen on port {port} of {config.host}") from error
+    except OSError as error:
+        raise port_lost(config.host, port) from error
     settle_process()
     name = "router" if len(router) == 1 else "routers"
     routers = f"the {name} at {', '.join(router)}"

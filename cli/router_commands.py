@@ -13,7 +13,7 @@ from cli.stop_signals import StopSignals
 from cluster.certificates import check_clients
 from cluster.config import ClusterConfig
 from cluster.deployment import secret_of
-from cluster.devices import check_port_free
+from cluster.devices import check_port_free, port_lost
 from cluster.environment import prepare_ray
 from cluster.errors import ConfigError, StartError
 from cluster.own_address import with_own_host
@@ -117,8 +117,8 @@ async def _serve(
         raise ConfigError(str(error)) from error
     except (PortTaken, NoPortFree) as error:
         raise StartError(str(error)) from error
-    except RuntimeError as error:  # another process was faster
-        raise StartError(f"cannot listen on port {config.port} of {config.host}") from error
+    except RuntimeError as error:
+        raise port_lost(config.host, config.port) from error
 
     async def tell_ready() -> None:
         cluster = f"the cluster at {controller}"

@@ -15,7 +15,7 @@ import socket
 from importlib.util import find_spec
 from pathlib import Path
 
-from cluster.errors import ConfigError, PlacementError
+from cluster.errors import ConfigError, PlacementError, StartError
 from cluster.port_owner import port_owner
 
 CUDA_SUCCESS, CUDA_ERROR_NO_DEVICE = 0, 100  # as in cuda.h
@@ -181,3 +181,8 @@ def check_port_free(
                     f"host: found {host!r}; allowed: a name or an address of this host ({reason}); "
                     "give one with --host: 127.0.0.1 for clients here, 0.0.0.0 for all"
                 ) from error
+
+
+def port_lost(host: str, port: int) -> StartError:
+    """Return the error of a port that was free and is not any more: another process was faster."""
+    return StartError(f"cannot listen on port {port} of {host}")

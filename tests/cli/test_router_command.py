@@ -472,6 +472,19 @@ def test_a_port_in_use_is_an_error_unless_it_is_shared(keys_path, model_dir) -> 
             assert f"port {port} on 127.0.0.1 is in use" in result.stderr
 
 
+def test_a_port_that_is_taken_after_it_was_looked_at_is_told_in_a_line(
+    keys_path, model_dir, monkeypatch
+) -> None:
+    monkeypatch.setattr("cli.router_commands.check_port_free", lambda *_, **__: None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        flags = ("--controller", "localhost:1", "--keys", keys_path, "--model", model_dir)
+        refused = run_main("router", *map(str, flags), "--port", port)
+
+    assert refused.returncode == 1
+    assert f"error: cannot listen on port {port} of 127.0.0.1\n" in refused.stderr
+
+
 def test_wrong_options_end_it_with_words(keys_path, model_dir, tmp_path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"x" * 31)
