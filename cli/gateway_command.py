@@ -148,9 +148,7 @@ async def _serve(
         url = http_url(config, address)
         say(f"ready: HTTP on {url}/v1, chat page at {url}/, for {routers}")
 
-    telling = asyncio.create_task(tell_ready(), name="tell-ready")
-    await asyncio.to_thread(signals.stopped.wait)
-    telling.cancel()
+    await signals.wait_beside(tell_ready(), "tell-ready")
     say(f"stopping; running answers have {config.stop_grace_s:.0f} s; a second signal ends them")
     await server.stop(config.stop_grace_s)
     await asyncio.to_thread(stop_tracing)

@@ -125,9 +125,7 @@ async def _serve(
         await process.wait_ready(lambda reason: say(f"waiting for {cluster}: {reason}"))
         say(f"ready: {name} on {address} for {cluster}")
 
-    telling = asyncio.create_task(tell_ready(), name="tell-ready")
-    await asyncio.to_thread(signals.stopped.wait)
-    telling.cancel()
+    await signals.wait_beside(tell_ready(), "tell-ready")
     say(f"stopping; running requests have {config.stop_grace_s:.0f} s; a second signal ends them")
     await process.stop(config.stop_grace_s)
     say("stopped")

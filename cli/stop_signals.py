@@ -4,6 +4,7 @@ An exception in the middle of a start of Ray would leave its processes behind.
 """
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Callable, Coroutine
@@ -12,7 +13,10 @@ from typing import Any
 
 from cluster.descendants import kill_descendants
 from cluster.errors import Interrupted
+from observability.logs import fields
 from pagewire.cli.stopped import Stopped
+
+log = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STANDARD_OUTPUTS = (1, 2)  # file descriptors
@@ -56,6 +60,20 @@ class StopSignals:
         if self.stopped.is_set():
             raise Interrupted(self._number, self.goes_on)
 
+    async def wait_beside(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Wait for a signal while a coroutine runs, which then is cancelled and has ended.
+
+        Args:
+            work: May end before. A bug in it is logged, and ends nothing else.
+            name: Of its task.
+        """
+        task = asyncio.create_task(_logged(work, name), name=name)
+        try:
+            await asyncio.to_thread(self.stopped.wait)
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run a coroutine to its end; the first signal cancels it, and raises Interrupted."""
 
@@ -95,3 +113,10 @@ class StopSignals:
             for each in gone:
                 os.dup2(nowhere, each)
             os.close(nowhere)
+
+
+async def _logged(work: Coroutine[Any, Any, None], name: str) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("task_crashed", extra=fields(task=name))

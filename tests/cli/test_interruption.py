@@ -303,6 +303,37 @@ def test_a_signal_cancels_what_is_running():
     assert ends == ["cleaned up"]
 
 
+def test_what_runs_beside_a_wait_for_a_signal_has_ended_with_it(caplog):
+    ends = []
+
+    async def last(then):
+        try:
+            await asyncio.sleep(10)
+        finally:
+            await asyncio.sleep(0.05)
+            ends.append(then)
+
+    async def crash():
+        os.kill(os.getpid(), signal.SIGINT)
+        raise KeyError("a bug")
+
+    async def wait(work):
+        asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGINT)
+        await signals.wait_beside(work, "work")
+        ends.append("stopping")
+
+    with StopSignals() as signals:
+        asyncio.run(wait(last("cleaned up")))
+    assert ends == ["cleaned up", "stopping"]
+    assert not caplog.records
+
+    with StopSignals() as signals:
+        asyncio.run(signals.wait_beside(crash(), "work"))
+    assert [(each.message, each.levelname) for each in caplog.records] == [
+        ("task_crashed", "ERROR")
+    ]
+
+
 @pytest.fixture
 def hangups(request):
     """Set how SIGHUP is handled; it may be ignored where the tests run."""
