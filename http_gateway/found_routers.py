@@ -59,6 +59,7 @@ class FoundRouters(Routers):
         """End all calls and close all channels."""
         if self._looking:
             self._looking.cancel()
+            await asyncio.wait([self._looking])
         await super().aclose()
 
     def _look(self) -> "asyncio.Task[None]":

@@ -491,6 +491,7 @@ def test_those_who_look_for_a_router_at_the_same_time_look_together():
         waiting = asyncio.create_task(routers.locate())
         await asyncio.sleep(1)
         await routers.aclose()
+        assert "find-routers" not in {each.get_name() for each in asyncio.all_tasks()}
         with pytest.raises(ClosedError):
             await waiting
 
