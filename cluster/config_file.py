@@ -18,7 +18,7 @@ from cluster.config_options import (
 from cluster.errors import ConfigError
 from cluster.pool_config import ACCEPTED_NAME, PoolConfig
 from cluster.pool_config import SECTION as POOLS
-from options.option import WrongOption, WrongOptions
+from options.option import OptionName, WrongOption, WrongOptions
 from options.yaml_text import Lines, YamlError, parse_yaml, told_found, told_kind
 from pagewire.arguments import NEAR
 from pagewire.cli.units import invalid_byte
@@ -192,9 +192,13 @@ def _make(values: Mapping[str, Any]) -> ClusterConfig | list[tuple[str, WrongOpt
         whole["model"] = Path(whole["model"])
     if whole.get("network_interface"):
         whole.setdefault("host", "")  # its address
-    if tenants_file := groups["router"].get("tenants_file"):  # for processes in other folders
-        groups["router"]["tenants_file"] = str(Path(tenants_file).expanduser().absolute())
     problems: list[tuple[str, WrongOption]] = []
+    if tenants_file := groups["router"].get("tenants_file"):  # for processes in other folders
+        try:
+            groups["router"]["tenants_file"] = str(Path(tenants_file).expanduser().absolute())
+        except RuntimeError:  # of expanduser
+            told = "{}: found {!r}; allowed: a path, with ~ only for a user whose home is known"
+            problems.append(("router", WrongOption(told, OptionName("tenants_file"), tenants_file)))
     for section, group in groups.items():
         try:
             whole[section] = SECTIONS[section](**group)

@@ -598,6 +598,18 @@ def test_options_of_the_command_line_are_named_as_they_stand_there(tmp_path, tex
     assert not str(caught.value).startswith("command line")
 
 
+def test_the_home_of_an_unknown_user_is_refused_beside_other_errors(tmp_path):
+    path = write(tmp_path, "router: {tenants_file: ~no-such-user/t}\nlog_level: loud")
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, {"port": -1})
+    told = "found '~no-such-user/t'; allowed: a path, with ~ only for a user whose home is known"
+    assert f"{path}, line 1: router.tenants_file: {told}" in str(caught.value)
+    assert "log_level: found 'loud'" in str(caught.value)
+    with pytest.raises(ConfigError, match=f"^--router-tenants-file: {re.escape(told)}$"):
+        load_config(None, {"router.tenants_file": "~no-such-user/t"})
+
+
 def test_insecure_may_open_a_cluster_with_all_certificates_to_whoever_connects(tmp_path):
     text = (
         "insecure: true\nfront_tls: {certificate_file: a, key_file: b}\n"
