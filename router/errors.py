@@ -27,6 +27,7 @@ ChildLimit               work in a child process took more than it may, or ended
   ChildCrash             it crashed the process
 AttemptFailed            this attempt is over, another worker may continue
 WrongDelta               a delta of a worker does not fit its choice
+WrongMessage             a worker's message contradicts itself, so its session ends
 RefusedByTemplate        the chat template does not accept the messages
 WrongTools               the tools of a chat are not valid tools
 WorkerGone               a worker cannot be used, for now
@@ -195,6 +196,10 @@ class WrongDelta(Exception):
     their log probabilities; or a token id is cut off. Or it has what no worker can mean: an end
     before tokens that came, or an unknown reason for it.
     """
+
+
+class WrongMessage(Exception):
+    """Nobody knows whose tokens a worker's message has: its columns differ in length."""
 
 
 class RefusedByTemplate(Exception):

@@ -22,6 +22,7 @@ from router.errors import (
     RequestFailed,
     RouterError,
     WrongDelta,
+    WrongMessage,
 )
 from router.generation import Choice, Delta, Failure, Generation, Output
 from router.lost_reason import lost_reason
@@ -241,6 +242,8 @@ class Session:
             return "the worker ended the session"
         except grpc.aio.AioRpcError as error:
             return f"the session broke: {lost_reason(error)}"
+        except WrongMessage as wrong:
+            return f"the session broke: {wrong}"
         except asyncio.CancelledError:
             if is_own_cancellation():
                 raise
@@ -266,6 +269,8 @@ class Session:
         now = asyncio.get_running_loop().time()
         columns = message.tokens
         token_ids = columns.token_ids[:]  # a list, which is read in less time
+        if not len(token_ids) == len(columns.streams) == len(columns.indices):
+            raise _uneven(columns)
         if token_ids and max(token_ids) >= self._vocab_size:
             self._end_unknown(columns.streams, token_ids)
         for number, token_id, index in zip(
@@ -314,6 +319,13 @@ class Session:
         # The worker then frees choices that have ended here but not there.
         if choices := stream.generation.take_stopped():
             self._outbox.add(wire.cancel(stream.generation.request.request_id, choices))
+
+
+def _uneven(columns: Any) -> WrongMessage:
+    lengths = f"{len(columns.streams)}, {len(columns.token_ids)} and {len(columns.indices)}"
+    return WrongMessage(
+        f"tokens: found {lengths} streams, token_ids and indices; allowed: as many of each"
+    )
 
 
 def _delta(stream: Stream, choice: Choice, token_id: int, index: int) -> Delta:

@@ -1529,6 +1529,35 @@ def test_a_bug_while_a_request_is_sent_leaves_no_load_and_no_stream(
     run_virtual(main())
 
 
+def test_columns_of_different_lengths_end_the_session_with_a_plain_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        async def send_uneven(session: Session, submit: Submit) -> None:
+            session.send(delta(submit, 0, 0, 3))
+            uneven = worker_pb2.SessionResponse()
+            uneven.tokens.streams.append(session.first_streams[submit.request_id, submit.attempt])
+            uneven.tokens.token_ids.extend([token_at(0, 3), 7])
+            uneven.tokens.indices.append(3)
+            session.outbox.put_nowait(uneven)
+
+        async with running_router(ScriptedWorker("decode-0", serve=once(send_uneven))) as tested:
+            answer = await tested.generate()
+
+            assert answer.error is None
+            assert answer.token_ids() == tokens(0, 10)
+            assert answer.usage.stats.resumptions == 1
+
+    run_virtual(main())
+    told = [str(vars(each)) for each in caplog.records]
+    reason = (
+        "the session broke: tokens: found 1, 2 and 1 streams, token_ids and indices; "
+        "allowed: as many of each"
+    )
+    assert any(reason in each for each in told), told
+    assert not any(each.exc_info for each in caplog.records)
+
+
 def test_a_session_that_can_write_no_more_ends_and_its_requests_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
