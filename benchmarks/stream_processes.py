@@ -35,6 +35,7 @@ from pagewire.protos import common_pb2, inference_pb2, worker_pb2, worker_pb2_gr
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
 from protos.call_guard import CallGuard
 from protos.contract import CONTRACT_VERSION
+from worker.errors import WorkerError
 from worker.identity import ModelInfo, WorkerIdentity
 
 HOST = "127.0.0.1"
@@ -123,6 +124,10 @@ class StepWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def cancel_choices(self, request_id: str, choices: Container[int], outbox: Outbox) -> None:
         """Forget a request: each has one choice."""
+        self.cancel(request_id, outbox)
+
+    def fail(self, request_id: str, error: WorkerError, outbox: Outbox) -> None:
+        """Forget a request."""
         self.cancel(request_id, outbox)
 
     def close_session(self, outbox: Outbox) -> None:

@@ -49,6 +49,10 @@ class RequestSink(Protocol):
         """End some choices of a request; the request ends with its last choice."""
         ...
 
+    def fail(self, request_id: str, error: WorkerError, outbox: Outbox) -> None:
+        """End a request and tell its router why; a no-op when it has ended."""
+        ...
+
     def close_session(self, outbox: Outbox) -> None:
         """Cancel all requests of an outbox."""
         ...
@@ -132,10 +136,14 @@ class DecodeServicer(worker_pb2_grpc.DecodeServiceServicer):
         )
 
     def _cancel(self, message: worker_pb2.CancelRequest, outbox: Outbox) -> None:
-        if message.choices:
-            self._sink.cancel_choices(message.request_id, message.choices, outbox)
-        else:
-            self._sink.cancel(message.request_id, outbox)
+        try:
+            if message.choices:
+                self._sink.cancel_choices(message.request_id, message.choices, outbox)
+            else:
+                self._sink.cancel(message.request_id, outbox)
+        except Exception:  # a bug, as in _submit
+            logger.exception("cancel_crashed", extra=fields(request_id=message.request_id))
+            self._sink.fail(message.request_id, InternalError(), outbox)  # unless it has ended
 
 
 def register_decode_service(server: grpc.aio.Server, sink: RequestSink) -> None:

@@ -259,6 +259,11 @@ class DecodeWorker:
             self._receivers.cancel(request)
             self._context.wake.set()
 
+    def fail(self, request_id: str, error: WorkerError, outbox: Outbox) -> None:
+        """End a request and tell its router why; a no-op when it has ended."""
+        if request := self._sessions[outbox].requests.get(request_id):
+            self.failed(request, error)
+
     def _prefill_pass_failed(self, request: Request) -> None:
         """Count a failed pass of a prefill worker; the request goes on unless it had too many."""
         request.num_failed_passes += 1

@@ -99,6 +99,52 @@ def test_a_bug_costs_at_most_the_request_that_meets_it_and_no_page(
     assert any("planted" in str(vars(record)) for record in caplog.records), "nothing was logged"
 
 
+def raises_for_choices(scheduler: Scheduler, request: Request, choices: Any = None) -> None:
+    if choices is not None:
+        raise RuntimeError("planted")
+    end(scheduler, request)
+
+
+end = Scheduler.end
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "bug"),
+    [
+        (Scheduler, "end", raises_for_choices),
+        (Outbox, "discard", raises),
+        (PrefillReceivers, "cancel", raises),
+    ],
+    ids=["ending choices", "dropping tokens", "forgetting the request"],
+)
+def test_a_bug_in_a_cancellation_ends_its_request_alone(
+    owner: type,
+    method: str,
+    bug: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        other = await router.submit(prompt_of(20), max_tokens=40)
+        stream = await router.submit(prompt_of(30, seed=1), n=2, max_tokens=40)
+        await stream.has_tokens.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, bug)
+            if bug is raises_for_choices:
+                await router.cancel_choices(stream, 1)
+                await stream.ended.wait()
+                assert stream.failure.code == grpc.StatusCode.INTERNAL.value[0]
+            else:
+                await router.cancel(stream)
+            await asyncio.sleep(0.05)
+        await router.finish(other)
+        await cluster.wait_free(timeout_s=SOON_S)
+        await router.finish(await router.submit(prompt_of(30, seed=1)))
+        assert logged("cancel_crashed", caplog) == [{"request_id": stream.request_id}]
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("run_blocking", [run_inline, raises_later], ids=["of one", "of all"])
 def test_a_bug_in_masks_ends_the_requests_whose_texts_it_lost(
     run_blocking: RunBlocking, caplog: pytest.LogCaptureFixture
