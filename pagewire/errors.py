@@ -1,8 +1,8 @@
 """Exceptions of the client.
 
 PagewireError
-├── RequestError                the request cannot succeed as it is
-│   ├── InvalidRequestError     an argument is wrong; `violations` names each field
+├── RequestError                the request cannot succeed as it is; `violations` names wrong fields
+│   ├── InvalidRequestError     an argument is wrong
 │   ├── NotFoundError           the model is not served
 │   ├── AuthenticationError     the caller is unknown or not allowed
 │   └── OverloadedError         the cluster is full; try again after `retry_after_s`
@@ -52,13 +52,15 @@ class PagewireError(Exception):
 class RequestError(PagewireError):
     """The request was refused; unless the error says otherwise, retrying it does not help."""
 
+    def __init__(
+        self, message: str, *, code: str, violations: tuple[FieldViolation, ...] = ()
+    ) -> None:
+        super().__init__(message, code=code)
+        self.violations = violations
+
 
 class InvalidRequestError(RequestError):
     """The request has wrong fields. Raised before anything is sent, or by the router."""
-
-    def __init__(self, message: str, *, code: str, violations: tuple[FieldViolation, ...]) -> None:
-        super().__init__(message, code=code)
-        self.violations = violations
 
 
 class NotFoundError(RequestError):

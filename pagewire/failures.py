@@ -132,7 +132,7 @@ def _error_told(
                 message, code=code.name, violations=_violations(details)
             )
         case grpc.StatusCode.NOT_FOUND:
-            return errors.NotFoundError(message, code=code.name)
+            return errors.NotFoundError(message, code=code.name, violations=_violations(details))
         case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
             return errors.AuthenticationError(message, code=code.name)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,13 @@ from pagewire import (
     InvalidRequestError,
     OverloadedError,
     PagewireError,
+    RequestError,
     TlsError,
 )
 from pagewire.arguments import SAMPLING, TOKEN_VARIABLE, check_sampling, check_timeout_s
+
+# A field of a request, or of `tls`, that a parameter of its name sets.
+_FIELD = re.compile(r"(?:sampling\.|tls\.)?(\w+)(?:\.text|\[\d+\])?", re.ASCII)
 
 
 class StrictCommand(TyperCommand):
@@ -75,9 +79,9 @@ class StrictCommand(TyperCommand):
 
 
 def told_by_flags(error: PagewireError, parameters: Iterable[Any]) -> str:
-    """Return an error's lines, replacing sampling.max_tokens by --max-tokens at their beginnings.
+    """Return an error's text, with --max-tokens for the wrong field sampling.max_tokens.
 
-    Likewise `sampling.stop[0]` by `--stop`, and `prompt.text` by the argument `prompt`; an error
+    Likewise `--stop` for `sampling.stop[0]`, and the argument `prompt` for `prompt.text`; an error
     of the token names the ways in which a command gets one, one of TLS adds the flag that may mend
     it, and one for want of room says when to try again.
 
@@ -92,12 +96,11 @@ def told_by_flags(error: PagewireError, parameters: Iterable[Any]) -> str:
         return f"{found}; allowed: a token of this cluster, by {flag} or {TOKEN_VARIABLE}"
     if isinstance(error, TlsError):
         return told_with_flag(error, spellings.get(error.field.removeprefix("tls."), ""))
-    told = re.sub(
-        r"^(?:sampling\.|tls\.)?(\w+)(?:\.text|\[\d+\])?(?=:)",
-        lambda field: spellings.get(field[1], field[0]),
-        str(error),
-        flags=re.MULTILINE,
-    )
+    told = str(error)
+    if isinstance(error, RequestError) and error.violations:
+        told = "\n".join(
+            f"{_spelled(each.field, spellings)}: {each.description}" for each in error.violations
+        )
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:
         return f"{told}; try again in {math.ceil(error.retry_after_s)} s"
     return told
@@ -106,3 +109,8 @@ def told_by_flags(error: PagewireError, parameters: Iterable[Any]) -> str:
 def told_with_flag(error: TlsError, flag: str) -> str:
     """Return an error's text with a command's flag for the argument that may mend it, if any."""
     return f"{error} ({flag})" if flag else str(error)
+
+
+def _spelled(field: str, spellings: Mapping[str, str]) -> str:
+    named = _FIELD.fullmatch(field)
+    return spellings.get(named[1], field) if named else field

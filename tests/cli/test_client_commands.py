@@ -277,7 +277,7 @@ def test_chat_tells_before_the_first_question_that_the_model_cannot_chat(monkeyp
         result = run_main("chat", "--address", address, text="hello\n")
 
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "error: no chat template\n"
+    assert result.stderr == "error: input.chat: found a chat; allowed: text or token_ids\n"
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,8 @@ def test_a_lost_router_is_told_at_once_on_standard_error():
     assert result.stderr.startswith(told)
 
 
-def test_what_the_router_says_of_fields_is_told_by_the_flags_that_set_them():
+@pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND])
+def test_what_the_router_says_of_fields_is_told_by_the_flags_that_set_them(code):
     lines = [
         "sampling.top_k: found 9; allowed: 0 to 4, less than sampling.top_p",
         "sampling.logprobs: found 99; allowed: 0 to 20",
@@ -354,7 +355,10 @@ def test_what_the_router_says_of_fields_is_told_by_the_flags_that_set_them():
     ]
 
     async def refuse(request, context):
-        await abort(context, grpc.StatusCode.INVALID_ARGUMENT, "\n".join(lines))
+        details = error_details_pb2.BadRequest()
+        for field, _, description in (each.partition(": ") for each in lines):
+            details.field_violations.add(field=field, description=description)
+        await abort(context, code, "in other words", details)
         yield
 
     with serving_in_thread(refuse) as (address, _):
@@ -374,8 +378,8 @@ def test_what_the_router_says_of_fields_is_told_by_the_flags_that_set_them():
 
 def test_chat_on_a_terminal_names_flags_too():
     async def refuse(request, context):
-        told = "sampling.top_k: found 9; allowed: 0 to 4"
-        await abort(context, grpc.StatusCode.INVALID_ARGUMENT, told)
+        wrong = violation("sampling.top_k", "found 9; allowed: 0 to 4")
+        await abort(context, grpc.StatusCode.INVALID_ARGUMENT, "in other words", wrong)
         yield
 
     with serving_in_thread(refuse) as (address, _):
