@@ -13,7 +13,8 @@ from pagewire import errors
 from pagewire.arguments import refused
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
-NO_GRPC = "Failed parsing HTTP/2"  # gRPC's words for HTTP/1.1, SSH and others
+# gRPC's words for HTTP/1.1, SSH and others; and for HTTP/1.1 over TLS
+_NO_GRPC = ("Failed parsing HTTP/2", "missing selected ALPN property")
 # What gRPC puts before the reason: that other addresses failed, too, and the address once more.
 _LAST_ERROR = re.compile(r"failed to connect .*last error: \w+: ipv\S+ (?:Failed to .*?: )?")
 # gRPC's words for a connection that could not be made, or broke
@@ -40,7 +41,7 @@ FailureWithin = Callable[[float], CallFailure]
 
 def _is_router_lost(failure: grpc.aio.AioRpcError) -> bool:
     """Return whether another router may succeed: this one is gone, or stops."""
-    if failure.code() is not grpc.StatusCode.UNAVAILABLE or NO_GRPC in (failure.details() or ""):
+    if failure.code() is not grpc.StatusCode.UNAVAILABLE or speaks_no_grpc(failure.details() or ""):
         return False
     details = _details(failure)
     return not details.code or _is_stopping(details)  # without a router there are no details
@@ -56,6 +57,11 @@ def failure_from(failure: grpc.aio.AioRpcError, address: str, timeout_s: float) 
         _retry_after_s(details) or 0.0,
         _is_stopping(details),
     )
+
+
+def speaks_no_grpc(details: str) -> bool:
+    """Return whether gRPC's words for a failed call are those for a server without gRPC."""
+    return any(each in details for each in _NO_GRPC)
 
 
 def failure_from_status(serialized: bytes, address: str, timeout_s: float) -> CallFailure:
@@ -106,7 +112,7 @@ def error_from(
             pass
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.UNIMPLEMENTED:
             other = f"something answers at {address}, but it is not a Pagewire router"
-            if NO_GRPC in message:
+            if speaks_no_grpc(message):
                 told = other
             elif code is grpc.StatusCode.UNIMPLEMENTED:
                 # A router has all methods; a server without one is a worker or not Pagewire.
@@ -115,7 +121,7 @@ def error_from(
                 told = f"no connection to {address}: {_LAST_ERROR.sub('', message)}"
             else:
                 told = f"{address} is unavailable: {message}"
-            is_other = NO_GRPC in message or code is grpc.StatusCode.UNIMPLEMENTED
+            is_other = speaks_no_grpc(message) or code is grpc.StatusCode.UNIMPLEMENTED
             return errors.ConnectionFailedError(told, code=code.name, is_other=is_other)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             # If the router noticed first, its message says more.

@@ -15,7 +15,7 @@ import grpc
 
 from credentials.channel import ProvenChannel, told_incarnation
 from observability.logs import fields
-from pagewire.failures import NO_GRPC
+from pagewire.failures import speaks_no_grpc
 from pagewire.protos.call_tasks import is_own_cancellation
 from router import wire
 from router.errors import ControllerGone
@@ -154,5 +154,5 @@ class MemberFeed:
 def _reason(error: Exception) -> str:
     told = lost_reason(error)
     if isinstance(error, grpc.aio.AioRpcError):
-        return _NO_CONTROLLER if NO_GRPC in told else _ADVICE.get(error.code(), told)
+        return _NO_CONTROLLER if speaks_no_grpc(told) else _ADVICE.get(error.code(), told)
     return told

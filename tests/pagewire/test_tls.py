@@ -13,7 +13,14 @@ import pytest
 import pagewire
 from credentials.config import TlsSettings
 from credentials.door import front_door
-from pagewire import AsyncClient, Client, InvalidRequestError, Tls, TlsError
+from pagewire import (
+    AsyncClient,
+    Client,
+    ConnectionFailedError,
+    InvalidRequestError,
+    Tls,
+    TlsError,
+)
 from pagewire.tls import why_no_connection
 from tests.pagewire.scripted_service import (
     STOP,
@@ -202,6 +209,29 @@ def test_of_two_certificates_that_are_trusted_themselves_a_router_may_show_eithe
                     continue
                 with pytest.raises(TlsError, match="not trusted"):
                     client.generate("x")
+
+
+def test_a_server_of_https_is_told_from_a_router(authority: Authority) -> None:
+    """Such as the HTTP gateway, whose port is taken for the router's."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.pair("localhost"))
+
+    async def greet_nobody(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def ask() -> None:
+        async with await asyncio.start_server(greet_nobody, "127.0.0.1", 0, ssl=context) as server:
+            address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            tls = Tls(authority_file=authority.file, server_name="localhost")
+            async with AsyncClient(address, tls=tls) as client:
+                with pytest.raises(ConnectionFailedError) as caught:
+                    await client.status()
+        told = f"something answers at {address}, but it is not a Pagewire router"
+        assert caught.value.message == told
+        assert caught.value.is_other
+
+    asyncio.run(ask())
 
 
 def test_a_router_that_ends_while_it_is_asked_is_no_reason(authority: Authority) -> None:
