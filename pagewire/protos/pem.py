@@ -356,7 +356,7 @@ def _check_pair(certificate: PemFile, key: PemFile, shown: bytes, secret: bytes)
         ) from None
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            found = f"{key.path} is not the key of {certificate.path} ({certificate.option})"
+            found = f"{key.path} is not the key of {certificate.path}"
             raise PemError(key.option, found, "the key of that certificate") from error
         if error.reason:  # usually too weak a signature
             found = f"{certificate.path} cannot be used: {_words(error.reason)}"

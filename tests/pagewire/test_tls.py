@@ -319,6 +319,10 @@ def test_the_command_line_takes_files_and_tells_what_is_wrong(authority: Authori
         in_clear = run_main(*asked)
         public = run_main(*asked, "--tls")
         half = run_main(*asked, "--key-file", authority.file)
+        certificate, _ = authority.pair("somebody")
+        _, key = authority.pair("another")
+        files = ("--certificate-file", certificate, "--key-file", key)
+        others_key = run_main(*asked, *files)
 
     assert (answered.returncode, answered.stdout) == (0, "Hello\n")
     assert in_clear.returncode == public.returncode == 1
@@ -329,3 +333,8 @@ def test_the_command_line_takes_files_and_tells_what_is_wrong(authority: Authori
     assert "shows a certificate that is not trusted" in public.stderr
     assert half.returncode == 2
     assert half.stderr.startswith("error: --certificate-file: found none; allowed: a file, as a ")
+    assert others_key.returncode == 2
+    assert others_key.stderr == (
+        f"error: --key-file: {key} is not the key of {certificate}; allowed: the key of that "
+        "certificate\n"
+    )
