@@ -1597,15 +1597,35 @@ def test_a_bug_while_tokens_are_taken_in_ends_that_request_only(
             raise ZeroDivisionError("a bug")
         return right(self, *delta)
 
-    async def refuse_two(session: Session, submit: Submit) -> None:
-        if is_resumed and len(submit.choices) == 2:
-            session.fail(submit, grpc.StatusCode.UNAVAILABLE)
-        else:
-            await honest(session, submit)
+    monkeypatch.setattr(Generation, "accept", crash_for_two_choices)
+
+    check_that_two_choices_fail_alone(once(refuse_two if is_resumed else honest))
+
+
+def test_a_bug_while_a_failure_is_taken_in_ends_that_request_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def crash(*_: object) -> bool:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(Generation, "fail_attempt", crash)
+
+    check_that_two_choices_fail_alone(refuse_two)
+
+
+async def refuse_two(session: Session, submit: Submit) -> None:
+    """Refuse a request for two choices, and serve others."""
+    if len(submit.choices) == 2:
+        session.fail(submit, grpc.StatusCode.UNAVAILABLE)
+    else:
+        await honest(session, submit)
+
+
+def check_that_two_choices_fail_alone(serve: Serve) -> None:
+    """Ask for two choices, with which the router has a bug, beside a request for one."""
 
     async def main() -> None:
-        monkeypatch.setattr(Generation, "accept", crash_for_two_choices)
-        worker = ScriptedWorker("decode-0", token_s=0.1, serve=once(refuse_two))
+        worker = ScriptedWorker("decode-0", token_s=0.1, serve=serve)
         async with running_router(worker) as tested:
             other = asyncio.create_task(tested.generate(max_tokens=20))
             await wait_until(lambda: bool(worker.submits))
@@ -1616,33 +1636,6 @@ def test_a_bug_while_tokens_are_taken_in_ends_that_request_only(
             assert "ZeroDivision" not in (answer.error.details() or "")
             assert (await other).usage.stats.resumptions == 0
             assert len(worker.cancels) == 1, "the worker frees it"
-
-    run_virtual(main())
-
-
-def test_a_bug_while_a_failure_is_taken_in_ends_that_request_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def crash(*_: object) -> bool:
-        raise ZeroDivisionError("a bug")
-
-    async def refuse_two(session: Session, submit: Submit) -> None:
-        if len(submit.choices) == 2:
-            session.fail(submit, grpc.StatusCode.UNAVAILABLE)
-        else:
-            await honest(session, submit)
-
-    async def main() -> None:
-        monkeypatch.setattr(Generation, "fail_attempt", crash)
-        worker = ScriptedWorker("decode-0", token_s=0.1, serve=refuse_two)
-        async with running_router(worker) as tested:
-            other = asyncio.create_task(tested.generate(max_tokens=20))
-            await wait_until(lambda: bool(worker.submits))
-            answer = await tested.generate(n=2)
-
-            assert answer.error is not None
-            assert answer.error.code() is grpc.StatusCode.INTERNAL
-            assert (await other).usage.stats.resumptions == 0
 
     run_virtual(main())
 
