@@ -200,13 +200,7 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
             header = json.loads(file.read(header_bytes), parse_float=int, parse_constant=int)
             data_begin = 8 + header_bytes
             entries = {
-                name: TensorEntry(
-                    path=path,
-                    dtype=str(value["dtype"]),
-                    shape=_integers(value["shape"]),
-                    begin=data_begin + _integers(value["data_offsets"])[0],
-                    end=data_begin + _integers(value["data_offsets"])[1],
-                )
+                name: _entry(path, value, data_begin)
                 for name, value in header.items()
                 if name != "__metadata__"
             }
@@ -227,6 +221,17 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
                 f"{entry.dtype} {list(entry.shape)} needs {element_bytes * prod(entry.shape)}"
             )
     return entries
+
+
+def _entry(path: Path, value: Any, data_begin: int) -> TensorEntry:
+    begin, end = _integers(value["data_offsets"])[:2]
+    return TensorEntry(
+        path=path,
+        dtype=str(value["dtype"]),
+        shape=_integers(value["shape"]),
+        begin=data_begin + begin,
+        end=data_begin + end,
+    )
 
 
 def _integers(values: object) -> tuple[int, ...]:
