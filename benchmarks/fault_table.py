@@ -4,7 +4,7 @@ python -m benchmarks.fault_table
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -12,12 +12,7 @@ from typing import Any, NamedTuple
 from benchmarks.fault_cases import FAULTS
 from benchmarks.faults import LATE_STREAMS, OUTPUT_TOKENS, STREAMS
 from benchmarks.measured_host import in_short
-from benchmarks.targets import (
-    IPC_KILLS_FILES,
-    KILLS_FILE,
-    MEMORY_FILES,
-    survivor_growth_mib,
-)
+from benchmarks.targets import IPC_KILLS_FILES, KILLS_FILE, MEMORY_FILES, survivor_growth_mib
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "faults.md"
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -131,8 +126,7 @@ def whole_page() -> str:
     """Return the page for the existing results."""
     hits = {name: _read(name) for name in KILLS_RESULTS}
     text = page(_read(FAULTS_RESULT), FAULTS_RESULT) + kills(hits)
-    text += memory({name: _read(name) for name in MEMORY_FILES})
-    text += gaps(_read(GAPS_FILE), GAPS_FILE) + CORRUPTION
+    text += memory() + gaps(_read(GAPS_FILE), GAPS_FILE) + CORRUPTION
     names = sorted(each.name for each in RESULTS.glob("corruption-*.json"))
     return text + "".join(corruption(_read(name), name) for name in names)
 
@@ -207,13 +201,13 @@ def kills(results: dict[str, dict[str, Any]]) -> str:
     )
 
 
-def memory(results: Mapping[str, dict[str, Any]]) -> str:
+def memory() -> str:
     """Return the paragraph on the GPU memory of workers that were not hit."""
-    rows = [row for result in results.values() for row in result["cases"]]
-    most = []
-    for name, result in results.items():
-        grew = [mib for row in result["cases"] for mib in survivor_growth_mib(row["case"], row)]
-        most.append(f"{max(grew)} MiB over\n[{MEMORY_FILES[name]}](../benchmarks/results/{name})")
+    rows = [row for name in MEMORY_FILES for row in _read(name)["cases"]]
+    most = (
+        f"{max(survivor_growth_mib(name))} MiB over\n[{transport}](../benchmarks/results/{name})"
+        for name, transport in MEMORY_FILES.items()
+    )
     return MEMORY.format(
         kills=sum(row["times"] for row in rows),
         requests=sum(row["times"] * row["streams"] for row in rows),

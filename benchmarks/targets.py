@@ -232,7 +232,7 @@ def _kills(files: Sequence[str], transport: str) -> Iterator[Outcome]:
 
 
 def _kept_memory(file: str, transport: str) -> Outcome:
-    grew = [each for case, row in _rows_of_kills([file]) for each in survivor_growth_mib(case, row)]
+    grew = survivor_growth_mib(file)
     return Outcome(
         what=f"{len(grew)} kills over {transport} within one GPU: the survivor's memory grows by, "
         "at most",
@@ -248,11 +248,14 @@ def _rows_of_kills(files: Sequence[str]) -> Iterator[tuple[str, Row]]:
         yield from (each for each in _rows(file).items() if each[0].startswith("kill/"))
 
 
-def survivor_growth_mib(case: str, row: Row) -> list[int]:
-    """Return by how much the GPU memory of the worker that was not hit grew in each round."""
-    _, victim, _ = case.split("/")
-    place = 1 if victim == "prefill" else 0  # of [prefill, decode]
-    return [each["memory_grew_mib"][place] for each in row["rounds"]]
+def survivor_growth_mib(file: str) -> list[int]:
+    """Return by how much the GPU memory of the worker that was not hit grew at each kill."""
+    grew = []
+    for case, row in _rows_of_kills([file]):
+        _, victim, _ = case.split("/")
+        place = 1 if victim == "prefill" else 0  # of [prefill, decode]
+        grew += [each["memory_grew_mib"][place] for each in row["rounds"]]
+    return grew
 
 
 def _relay(file: str) -> Iterator[Outcome]:

@@ -72,6 +72,7 @@ class NcclDevice:
         for stream in copies:
             with cuda.stream(stream):
                 page_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+        # On the last stream, with its ids:
         slab = self.memory.take(self.words.shape[1], stream)
         with cuda.stream(stream):
             gather(self.words, page_ids, slab[None])
