@@ -55,6 +55,9 @@ class EmptyEngine:
         self._launched: deque[tuple[EngineStep, float]] = deque()  # with when each ends
         self._ends_at = 0.0  # of the step that was launched last
 
+    def full_pass(self, num_decodes: int, most: int) -> int:
+        return most
+
     def launch(self, step: EngineStep) -> None:
         self._ends_at = max(self._ends_at, time.monotonic()) + self._step_s
         self._launched.append((step, self._ends_at))

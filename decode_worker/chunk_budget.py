@@ -7,9 +7,11 @@ on whether steps are recorded, so it is measured, not configured. Pure: duration
 Source: chunks that are sized to a latency target, as in Sarathi-Serve (Agrawal et al., 2024).
 """
 
+from llm_engine.engine_api import FULL_SHARE
+
 MIN_SHARE = 0.5  # of the decodes' time: what prompts get even if the budget leaves them less
 MAX_SHARED = 32  # steps with decodes and a chunk, after which one without shows what decodes take
-LIMIT_BOUND = 0.9  # of the limit: from this size on a step shows whether more would fit
+LIMIT_BOUND = FULL_SHARE  # of the limit: from this size on a step shows whether more would fit
 
 
 class ChunkBudget:

@@ -22,7 +22,7 @@ takes part in no step that is launched before its last token is read; other choi
 
 import bisect
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TypeVar
 
 from decode_worker.candidates import Candidates
@@ -71,6 +71,9 @@ class Scheduler:
     running, or ended); at most max_running_sequences choices run or hold pages for a prefill; the
     queues are sorted by age.
 
+    Args:
+        full_pass: How many prompt tokens a step computes beside decodes; see EngineLike.
+
     Attributes:
         totals: What this worker has done since its start.
         candidates: Chooses the prefill workers that are asked.
@@ -84,6 +87,7 @@ class Scheduler:
         model: ModelInfo,
         page_size: int,
         page_bytes: int,
+        full_pass: Callable[[int, int], int],
     ) -> None:
         self.totals = WorkerTotals()
         self._config = config
@@ -91,6 +95,7 @@ class Scheduler:
         self._model = model
         self._page_size = page_size
         self._page_bytes = page_bytes
+        self._full_pass = full_pass
         self._num_arrivals = 0
         self._waiting: list[PrefillGroup] = []
         self._parked: Parking[PrefillGroup] = Parking(cache)
@@ -177,6 +182,7 @@ class Scheduler:
         chunk_tokens = max_tokens - len(decodes)
         if decodes:
             chunk_tokens = min(chunk_tokens, self._chunk_budget.num_tokens)
+            chunk_tokens = self._full_pass(len(decodes), chunk_tokens)
         limit_s = self._config.max_overtaken_s
         computing = in_turn(computing, now_s=self.totals.steps_s, max_overtaken_s=limit_s)
         plan = StepPlan(

@@ -77,6 +77,7 @@ class DecodeWorker:
             model=context.model,
             page_size=context.layout.page_size,
             page_bytes=context.layout.page_bytes,
+            full_pass=context.executor.engine.full_pass,
         )
         self._config = config
         self._context = context

@@ -8,8 +8,8 @@ sizes. Padding changes no bit, as no row depends on another
 
 A step needs no token on the host: it reads the last tokens from the seats and leaves its own there.
 
-A step may compute a few prompt tokens in the same pass, in rows behind those of the seats. Their
-layers cost almost nothing there, since the weights are read once for both.
+A step may compute prompt tokens in the same pass, in rows behind those of the seats: the weights
+are read once for both, and both together fill the tiles of products.
 
 Legend: R rows of the seats, T tokens of prompts, D hidden.
 """
@@ -36,13 +36,13 @@ from llm_engine.decode_triton import Recordable, least_shared_len
 from llm_engine.device_batch import DeviceBatch
 from llm_engine.forward_batch import PassInputs
 from llm_engine.limits import MAX_LOGPROBS
-from llm_engine.prompt_graphs import NUM_TOKENS_BESIDE, GraphedPrompts, SentPrompts
+from llm_engine.prompt_graphs import GraphedPrompts, SentPrompts
 from llm_engine.recordings import Recordings, loading_kernels
 from llm_engine.transformer import Decoder
 
-# Rows of a recording. With prompt tokens there are fewer sizes: each comes with several of those.
+# Rows of a recording. With prompt tokens there are fewer sizes: each comes with many of those.
 NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-NUM_ROWS_BESIDE = (16, 32, 64, 128, 256)
+NUM_ROWS_BESIDE = (16, 32, 64, 128, 192, 256)
 REPLAN_STEPS = 64  # steps of one batch between two searches for shared prefixes
 
 
@@ -104,8 +104,13 @@ class GraphedDecode:
         self._recordings: Recordings[Kind, DrawnRows] = Recordings()
         # Rows, prompt tokens and lengths of steps whose kernels `warm_up` has loaded
         self._unrecorded: deque[tuple[int, int, int]] = deque()
-        # ids, positions, pages and slots of a step that has prompt tokens
-        num_inputs = NUM_ROWS_BESIDE[-1] + NUM_TOKENS_BESIDE[-1]
+        self._beside = {  # rows of a step that has prompt tokens |-> how many of these
+            rows: prompts.sizes_behind(rows)
+            for rows in sorted({min(each, batch.seats.max_rows) for each in NUM_ROWS_BESIDE})
+            if prompts is not None
+        }
+        # ids, positions, pages and slots of such a step
+        num_inputs = max((rows + sizes[-1] for rows, sizes in self._beside.items()), default=0)
         self._inputs = batch.seats.inputs.new_zeros((len(batch.seats.inputs), num_inputs))
         self._row_seats: tuple[int, ...] = ()  # of the last step
         self._num_same = 0  # steps with these rows since the last search for shared prefixes
@@ -121,10 +126,9 @@ class GraphedDecode:
         shared_len = least_shared_len(self._batch.seats.page_size) + 1
         most = self._batch.seats.max_rows
         alone = {min(each, most) for each in NUM_ROWS}
-        beside = {min(each, most) for each in NUM_ROWS_BESIDE}
         sizes = [(num_rows, 0) for num_rows in sorted(alone)]
-        if self._prompts is not None:
-            sizes += product(sorted(beside), self._prompts.sizes_beside(max_tokens))
+        for num_rows, behind in self._beside.items():
+            sizes += ((num_rows, each) for each in behind if each <= max_tokens)
         kv_lens = [each for each in (1, shared_len) if each <= max_tokens]
         self._unrecorded = deque((*size, kv_len) for kv_len in kv_lens for size in sizes)
         with loading_kernels():
@@ -160,14 +164,15 @@ class GraphedDecode:
         """Compute the last token of each seat's sequence and draw the next one.
 
         Args:
-            seats: One for each row; with prompt tokens at most NUM_ROWS_BESIDE[-1].
+            seats: One for each row; with prompt tokens, so many that `rows_beside` is not 0.
             has_new: Whether a seat may hold another sequence than in the last step.
             allowed: See EngineStep.
             prompts: To be computed in the same pass.
         """
         batch = self._batch
-        sizes = NUM_ROWS if prompts is None else NUM_ROWS_BESIDE
-        num_rows = min(sizes[bisect_left(sizes, len(seats))], batch.seats.max_rows)
+        num_rows = min(NUM_ROWS[bisect_left(NUM_ROWS, len(seats))], batch.seats.max_rows)
+        if prompts is not None:
+            num_rows = self.rows_beside(len(seats))
         index = np.array(seats, dtype=np.int64)
         if has_new or seats != self._row_seats:
             self._num_same = 0
@@ -192,6 +197,10 @@ class GraphedDecode:
         drawn = self._run(num_rows, prompts, draws)
         batch.lengths[index] += 1
         return drawn
+
+    def rows_beside(self, num_seats: int) -> int:
+        """Return the rows of so many seats in a step that has prompt tokens; 0: it cannot be."""
+        return next((rows for rows in self._beside if rows >= num_seats > 0), 0)
 
     def _set_rows(self, seats: tuple[int, ...]) -> None:
         row_seats = self._batch.seats.row_seats
@@ -278,7 +287,7 @@ class GraphedDecode:
         """Plan a step of sequences on page 0, whoever has the seats; return its prompt tokens."""
         prompts = None
         if num_prompt_tokens and self._prompts is not None:
-            prompts = self._prompts.send_any_beside(num_prompt_tokens)
+            prompts = self._prompts.send_any_behind(num_rows, num_prompt_tokens)
         rows = DecodeRows(
             kv_lens=np.full(num_rows, kv_len, dtype=np.int64),
             rows=np.arange(num_rows),

@@ -18,9 +18,10 @@ from kv_cache.layout import num_pages_for
 from kv_cache.torch_storage import TorchPageStorage
 from llm_engine.attention import AttentionBackend
 from llm_engine.attention_triton import TritonAttention
-from llm_engine.decode_graphs import NUM_ROWS, NUM_ROWS_BESIDE, GraphedDecode
+from llm_engine.decode_graphs import NUM_ROWS, GraphedDecode
 from llm_engine.device_batch import DeviceBatch
 from llm_engine.engine import ReadResult
+from llm_engine.engine_api import FULL_SHARE
 from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.forward_batch import HostBatch, build_host_batch, send_batch
 from llm_engine.limits import MAX_RECORDED_TOKENS
@@ -88,6 +89,16 @@ class DeviceRunner:
             self._num_recorded = 0
         return False
 
+    def full_pass(self, num_decodes: int, most: int) -> int:
+        """Do what EngineLike.full_pass does."""
+        if self._prompts is None:
+            return most
+        rows = self._rows_beside(num_decodes)
+        beside = self._prompts.sizes_behind(rows) if rows else ()
+        alone = (each for each in self._prompts.sizes if each > max(beside, default=0))
+        full = max((each for each in (*beside, *alone) if each <= most), default=0)
+        return full if full >= FULL_SHARE * most else most
+
     def launch(self, step: EngineStep) -> ReadResult:
         batch = build_host_batch(step.slices, self._page_size) if step.slices else None
         # Decodes go first: as a recording they launch at once, and keep the device busy while the
@@ -110,11 +121,15 @@ class DeviceRunner:
 
     def _send_beside(self, step: EngineStep, batch: HostBatch | None) -> SentPrompts | None:
         """Send slices that are computed in the pass of a step's decodes; None: these are not."""
-        if batch is None or self._prompts is None or not self._prompts.takes_beside(batch):
+        rows = self._rows_beside(len(step.decodes))
+        if batch is None or self._prompts is None or not rows:
             return None
-        if not 0 < len(step.decodes) <= NUM_ROWS_BESIDE[-1]:
+        if not self._prompts.takes_behind(rows, batch):
             return None
-        return self._prompts.send_beside(batch)
+        return self._prompts.send_behind(rows, batch)
+
+    def _rows_beside(self, num_decodes: int) -> int:
+        return 0 if self._decode is None else self._decode.rows_beside(num_decodes)
 
     def _launch_decodes(
         self, step: EngineStep, beside: SentPrompts | None

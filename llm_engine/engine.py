@@ -37,6 +37,10 @@ class Runner(Protocol):
 
     max_launched: int
 
+    def full_pass(self, num_decodes: int, most: int) -> int:
+        """Do what EngineLike.full_pass does."""
+        ...
+
     def launch(self, step: EngineStep) -> ReadResult:
         """Begin a checked step."""
         ...
@@ -94,6 +98,9 @@ class Engine:
             allocated_bytes=torch.cuda.memory_allocated(device),
             reserved_bytes=torch.cuda.memory_reserved(device),
         )
+
+    def full_pass(self, num_decodes: int, most: int) -> int:
+        return self._runner.full_pass(num_decodes, most)
 
     def launch(self, step: EngineStep) -> None:
         assert len(self._launched) < self.max_launched, "read comes before another launch"

@@ -7,6 +7,9 @@ from kv_cache.layout import KVLayout
 from kv_cache.page_storage import PageStorage
 from llm_engine.engine_step import EngineStep, StepResult
 
+# Of the prompt tokens that a step may compute: what a full pass has at least
+FULL_SHARE = 0.75
+
 # The error of a request for which no token could be drawn
 UNDRAWN = "no token can be drawn for it: the largest allowed logit is NaN or infinite"
 
@@ -39,6 +42,14 @@ class EngineLike(Protocol):
     @property
     def gpu_memory(self) -> GpuMemory:
         """The memory that this process holds now; may be asked by any thread."""
+        ...
+
+    def full_pass(self, num_decodes: int, most: int) -> int:
+        """Return how many prompt tokens, at most so many, a step had better compute beside decodes.
+
+        Where passes are padded to few sizes, those of such a size cost the least each. It is `most`
+        if that would be less than FULL_SHARE of it. May be asked by any thread.
+        """
         ...
 
     def launch(self, step: EngineStep) -> None:

@@ -6,9 +6,7 @@ would have hardly any time left for transfers. So these passes lie at fixed addr
 to one of few sizes (docs/decisions/0010-steps-of-decode-are-recorded.md). Their logits and draws
 are launched kernel by kernel, while the device computes the layers.
 
-A step that decodes as well computes even fewer prompt tokens in the pass of its decodes: up to
-about 300 rows a pass takes little longer than reading the weights, which is then done once
-(`decode_graphs`).
+A step that decodes as well computes up to about a thousand rows in one pass (`decode_graphs`).
 
 Legend: T tokens, padded or not, D hidden.
 """
@@ -36,7 +34,10 @@ from llm_engine.transformer import Decoder
 # Tokens of a recording. Up to 64 all take the same time, that of reading the weights once. Above,
 # matrix tiles have 64 rows or more. The last size is that of a full step of a prefill worker.
 NUM_TOKENS = (1, 4, 16, *range(64, 768, 64), *range(768, MAX_RECORDED_TOKENS + 1, 128))
-NUM_TOKENS_BESIDE = (16, 64, 256)  # of a recording that decodes as well
+# Of a recording that decodes as well: few tokens, as at the ends of cached prompts, or as many as
+# make both together whole tiles of matrices.
+FEW_TOKENS = (16, 64)
+NUM_ROWS_OF_BOTH = tuple(range(128, 1025, 128))
 MAX_SLICES = 256
 MAX_PAGES = 1 << 16  # of all slices
 NUM_TOKEN_FIELDS = 4  # id, position, page and slot of the append
@@ -66,6 +67,9 @@ class GraphedPrompts:
         page_size: The page size of the pool.
         device: The device of the pool.
         max_step_tokens: Most tokens of a step; larger recordings are of no use.
+
+    Attributes:
+        sizes: How many tokens the passes of prompts alone have.
     """
 
     def __init__(
@@ -80,8 +84,9 @@ class GraphedPrompts:
         self._decoder = decoder
         self._attention = attention
         self._page_size = page_size
-        self._sizes = NUM_TOKENS[: bisect_left(NUM_TOKENS, max_step_tokens) + 1]
-        max_tokens = max(self._sizes[-1], NUM_TOKENS_BESIDE[-1])
+        self._max_step_tokens = max_step_tokens
+        self.sizes = NUM_TOKENS[: bisect_left(NUM_TOKENS, max_step_tokens) + 1]
+        max_tokens = max(self.sizes[-1], NUM_ROWS_OF_BOTH[-1])
         self._prefill = attention.prefill_of(
             PrefillCapacity(max_tokens=max_tokens, max_requests=MAX_SLICES)
         )
@@ -99,7 +104,7 @@ class GraphedPrompts:
 
     def warm_up(self, max_tokens: int) -> None:
         """Load kernels of passes of all sizes, up to a sequence length; overwrites page 0."""
-        self._unrecorded = list(self._sizes[: bisect_right(self._sizes, max_tokens)])
+        self._unrecorded = list(self.sizes[: bisect_right(self.sizes, max_tokens)])
         with loading_kernels():
             for size in reversed(self._unrecorded):  # the others fit into the memory of the largest
                 self.hidden_states(self._any_batch(size))
@@ -113,21 +118,23 @@ class GraphedPrompts:
                 return True
         return False
 
-    def sizes_beside(self, max_tokens: int) -> tuple[int, ...]:
-        """Return the sizes of passes that decode as well, up to a sequence length."""
-        return NUM_TOKENS_BESIDE[: bisect_right(NUM_TOKENS_BESIDE, max_tokens)]
+    def sizes_behind(self, num_rows: int) -> tuple[int, ...]:
+        """Return how many tokens of prompts passes have behind so many rows that decode."""
+        full = (each - num_rows for each in NUM_ROWS_OF_BOTH)
+        sizes = (*FEW_TOKENS, *(each for each in full if each > FEW_TOKENS[-1]))
+        return sizes[: bisect_left(sizes, self._max_step_tokens) + 1]
 
-    def send_any_beside(self, size: int) -> SentPrompts:
-        """Send a batch of a size on page 0, as `send_beside` does."""
-        return self.send_beside(self._any_batch(size))
+    def send_any_behind(self, num_rows: int, size: int) -> SentPrompts:
+        """Send a batch of a size on page 0, as `send_behind` does."""
+        return self.send_behind(num_rows, self._any_batch(size))
 
     def takes(self, batch: HostBatch) -> bool:
-        """Return whether a batch has only prompt tokens, and few enough."""
-        return self._fits(batch, self._sizes[-1])
+        """Return whether a batch has only prompt tokens, and few enough for a pass."""
+        return self._fits(batch, self.sizes[-1])
 
-    def takes_beside(self, batch: HostBatch) -> bool:
-        """Return whether a batch that it takes is small enough for the pass of decodes."""
-        return self._fits(batch, NUM_TOKENS_BESIDE[-1])
+    def takes_behind(self, num_rows: int, batch: HostBatch) -> bool:
+        """Return whether a batch has only prompt tokens, and few enough behind so many rows."""
+        return self._fits(batch, self.sizes_behind(num_rows)[-1])
 
     def _fits(self, batch: HostBatch, max_tokens: int) -> bool:
         return (
@@ -140,14 +147,14 @@ class GraphedPrompts:
     def hidden_states(self, batch: HostBatch) -> Tensor:
         """Compute a batch that `takes` accepts; return [T, D], valid until the next call."""
         num_tokens = batch.of_tokens.shape[1]
-        size = self._sizes[bisect_left(self._sizes, num_tokens)]
+        size = self.sizes[bisect_left(self.sizes, num_tokens)]
         work = self._plan(batch, size)
         return self._recordings.run(size, work, num_rows=size)[:num_tokens]
 
-    def send_beside(self, batch: HostBatch) -> SentPrompts:
-        """Send a batch that `takes_beside` accepts; the result is valid until the next is sent."""
-        num_tokens = batch.of_tokens.shape[1]
-        size = NUM_TOKENS_BESIDE[bisect_left(NUM_TOKENS_BESIDE, num_tokens)]
+    def send_behind(self, num_rows: int, batch: HostBatch) -> SentPrompts:
+        """Send a batch that `takes_behind` accepts; the result is valid until the next is sent."""
+        sizes = self.sizes_behind(num_rows)
+        size = sizes[bisect_left(sizes, batch.of_tokens.shape[1])]
         sent = self._send(batch, size)
         return SentPrompts(batch=sent, inputs=self._tokens[:, :size], prefill=self._prefill)
 

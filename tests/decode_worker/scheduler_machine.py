@@ -100,6 +100,7 @@ class SchedulerMachine(LoopMachine):
             ),
             page_size=PAGE_SIZE,
             page_bytes=self.engine.storage.page_bytes,
+            full_pass=self.engine.full_pass,
         )
         self.requests: list[Request] = []
         self.outputs: dict[tuple[Request, int], list[int]] = {}

@@ -62,6 +62,7 @@ class Serving:
             model=model.within(num_pages * layout.page_size),
             page_size=layout.page_size,
             page_bytes=layout.page_bytes,
+            full_pass=engine.full_pass,
         )
         self.wake = Wake()
         self.executor = ThreadExecutor(engine, max_call_s=60.0)

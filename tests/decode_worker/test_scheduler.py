@@ -1,5 +1,6 @@
 """The decode scheduler: decisions as tables, and everything else by a state machine."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from decode_worker.step_plan import StepPlan
 from grammars.constraint import Constraint, ConstraintKind
 from kv_cache.errors import CacheError
 from kv_cache.prefix_cache import PrefixCache
-from llm_engine.engine_step import EngineStep
+from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.sampling import SampledToken, SamplingParams
 from tests.decode_worker.scheduler_machine import CANDIDATES, SchedulerMachine, walk
 from tests.support.planted_bugs import Plant, Right, instead_of
@@ -404,7 +405,11 @@ def test_walks_find_planted_bug_of_masks(
         walk_all(SchedulerMachine, num_seeds, has_masks=True)
 
 
-def scheduler_with(num_pages: int, max_running_sequences: int = 64) -> Scheduler:
+def scheduler_with(
+    num_pages: int,
+    max_running_sequences: int = 64,
+    full_pass: Callable[[int, int], int] = lambda num_decodes, most: most,
+) -> Scheduler:
     """A scheduler that may compute four short prompts itself."""
     model = ModelInfo(
         name="m",
@@ -419,6 +424,7 @@ def scheduler_with(num_pages: int, max_running_sequences: int = 64) -> Scheduler
         model=model,
         page_size=4,
         page_bytes=1,
+        full_pass=full_pass,
     )
 
 
@@ -504,6 +510,27 @@ def test_a_request_that_waits_for_a_prefix_is_not_looked_up_again_with_every_com
 
     assert len(matches) <= 2 * 20 + 1
     assert scheduler.num_waiting == 21
+
+
+def test_a_step_with_decodes_computes_prompt_tokens_of_a_full_pass() -> None:
+    asked = []
+
+    def full_pass(num_decodes: int, most: int) -> int:
+        asked.append((num_decodes, most))
+        return most - 1
+
+    scheduler = scheduler_with(num_pages=64, full_pass=full_pass)
+    scheduler.submit(replace(prompt_request(1, 2, 3), candidates=()))
+    drawn = (SampledToken(token_id=4),)
+    scheduler.complete_step(scheduler.next_step(), StepResult(decodes=[], slices=[drawn]))
+    assert asked == [], "nothing decoded"
+    scheduler.submit(replace(prompt_request(*range(100, 120)), candidates=()))
+
+    plan = scheduler.next_step()
+
+    assert len(plan.decodes) == 1
+    assert asked == [(1, 4)], "a page: what a step of unknown time may compute"
+    assert [chunk.num_tokens for chunk in plan.chunks] == [3]
 
 
 def test_a_suspect_that_waits_for_its_mask_takes_no_turn_from_others() -> None:

@@ -42,8 +42,8 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.log_records import logged
 from tests.support.rarely import rarely
 
-ROWS, BESIDE, TOKENS = (2, 4), (4, 16), (4, 16, 32)
-NUM_DECODE_KINDS = len(ROWS) * (1 + len(BESIDE))  # too short to share
+ROWS, TOKENS = (2, 4), (4, 16, 32)
+NUM_DECODE_KINDS = len(ROWS) * (1 + 2)  # too short to share
 
 
 @pytest.fixture
@@ -53,11 +53,11 @@ def engine(
     """An engine that launches kernel by kernel; over its pages others record few sizes."""
     monkeypatch.setattr(prompt_graphs, "NUM_TOKENS", TOKENS)
     monkeypatch.setattr(prompt_graphs, "MAX_SLICES", 4)  # a recording has a program for each
-    monkeypatch.setattr(prompt_graphs, "NUM_TOKENS_BESIDE", BESIDE)
+    monkeypatch.setattr(prompt_graphs, "FEW_TOKENS", (4,))
+    monkeypatch.setattr(prompt_graphs, "NUM_ROWS_OF_BOTH", (20,))
     for module in (decode_graphs, device_runner):
         monkeypatch.setattr(module, "NUM_ROWS", ROWS)
-        monkeypatch.setattr(module, "NUM_ROWS_BESIDE", ROWS)
-    monkeypatch.setattr(decode_graphs, "NUM_TOKENS_BESIDE", BESIDE)
+    monkeypatch.setattr(decode_graphs, "NUM_ROWS_BESIDE", ROWS)
     return small_engine(tmp_path)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from grammars.bits import TokenBits
 from llm_engine import (
     decode_graphs,
-    device_runner,
     operations_triton,  # noqa: F401  # else it stays interpreted
     prompt_graphs,
 )
@@ -33,7 +32,8 @@ from tests.llm_engine.driver import (
 from tests.llm_engine.launch_recorder import LaunchRecorder
 
 PAGE_SIZE = 16
-ROWS, TOKENS = (2, 4), (4, 16)  # of recordings of both
+# Of recordings of both: rows of decodes, and tokens of prompts behind two and four of them
+ROWS, BEHIND = (2, 4), {2: (4, 18), 4: (4, 16)}
 
 
 @pytest.fixture
@@ -46,10 +46,9 @@ def engine(
     """An engine of one layer, or a test's parameter, that launches kernel by kernel."""
     monkeypatch.setattr(prompt_graphs, "NUM_TOKENS", (4, 16, 32))
     monkeypatch.setattr(prompt_graphs, "MAX_SLICES", 4)  # a recording has a program for each
-    for module in (prompt_graphs, decode_graphs):
-        monkeypatch.setattr(module, "NUM_TOKENS_BESIDE", TOKENS)
-    for module in (decode_graphs, device_runner):
-        monkeypatch.setattr(module, "NUM_ROWS_BESIDE", ROWS)
+    monkeypatch.setattr(prompt_graphs, "FEW_TOKENS", (4,))
+    monkeypatch.setattr(prompt_graphs, "NUM_ROWS_OF_BOTH", (20,))
+    monkeypatch.setattr(decode_graphs, "NUM_ROWS_BESIDE", ROWS)
     return small_engine(tmp_path, num_layers=getattr(request, "param", 1))
 
 
@@ -116,7 +115,7 @@ def test_a_step_with_few_prompt_tokens_has_one_pass(
 
     assert passes.sizes
     assert {len(sizes) for sizes in passes.sizes} == {1}, "a step had two passes"
-    assert {size for (size,) in passes.sizes} == {2 + 4, 2 + 16, 4 + 4}
+    assert {size for (size,) in passes.sizes} == {2 + 4, 4 + 4, 20}
     _, of_decodes = recorders
     assert of_decodes.num_repeated > of_decodes.num_recorded > 0
 
@@ -124,7 +123,7 @@ def test_a_step_with_few_prompt_tokens_has_one_pass(
 @pytest.mark.parametrize(
     ("chunk_size", "num_early", "num_seats", "why"),
     [
-        (17, 1, 8, "tokens"),
+        (20, 1, 8, "tokens"),
         (3, 5, 8, "rows"),
         (3, 1, 8, "drawn tokens"),
     ],
@@ -139,7 +138,7 @@ def test_what_does_not_fit_has_a_pass_of_its_own(
     why: str,
 ) -> None:
     early = [sequence(1 + index % 3, 2 * index, 4, temperature=0.0) for index in range(num_early)]
-    late = sequence(52 if why == "tokens" else 10, 40, 2, temperature=0.0)
+    late = sequence(60 if why == "tokens" else 10, 40, 2, temperature=0.0)
     if why == "drawn tokens":  # as after a resumption
         late.prompt, late.resumed = late.prompt[:6], late.prompt[6:10]
         late.params = SamplingParams(max_tokens=6, temperature=0)
@@ -190,15 +189,31 @@ def test_passes_of_all_sizes_are_loaded_at_the_start_and_recorded_later(
 
     _, of_decodes = recorders
     assert [each.num_recorded for each in recorders] == [0, 0]
-    num_recorded = len(ROWS) * (1 + len(TOKENS))  # too short to share
+    num_recorded = len(ROWS) + sum(map(len, BEHIND.values()))  # too short to share
     assert record_all(passes.engine) == 1 + num_recorded
     assert [each.num_recorded for each in recorders] == [1, num_recorded]
     assert runner._decode is not None
     assert runner._decode._recordings is not None
     kinds: list[Kind] = list(runner._decode._recordings._repeats)
     assert {(each.num_rows, each.num_prompt_tokens) for each in kinds} == {
-        (rows, tokens) for rows in ROWS for tokens in (0, *TOKENS)
+        (rows, tokens) for rows, behind in BEHIND.items() for tokens in (0, *behind)
     }
     assert_equal(results_of(passes.engine, sequences, chunk_size=4), expected)
     assert of_decodes.num_recorded == num_recorded
     assert of_decodes.num_repeated > 0
+
+
+def test_a_full_pass_leaves_no_row_empty_unless_much_less_would_be_computed(
+    engine: Engine, recorders: list[LaunchRecorder]
+) -> None:
+    full_pass = recording(
+        engine, num_seats=8
+    ).full_pass  # 4, 16 or 32 tokens in passes of their own
+
+    assert [full_pass(2, most) for most in (3, 4, 5, 17, 18, 23, 31, 32, 40)] == [
+        *(3, 4, 4, 17, 18, 18, 31, 32, 32)
+    ]
+    assert full_pass(3, 18) == 16, "behind four rows"
+    assert full_pass(5, 18) == 16, "in a pass of its own: too many rows decode"
+    assert full_pass(2, 0) == 0
+    assert engine.full_pass(2, 5) == 5, "no pass is padded"

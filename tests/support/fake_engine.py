@@ -20,7 +20,7 @@ from kv_cache.page_pool import PageState
 from kv_cache.page_storage import PageBytes
 from kv_cache.prefix_cache import PrefixCache
 from kv_cache.radix_tree import TreePage
-from llm_engine.engine_api import GpuMemory
+from llm_engine.engine_api import FULL_SHARE, GpuMemory
 from llm_engine.engine_step import EngineStep, StepResult
 from llm_engine.host_seats import HostSeats
 from llm_engine.kv_reads import KVReads, flat_reads
@@ -34,6 +34,7 @@ from llm_engine.sampling import (
 )
 from tests.support.token_bits import token_ids
 
+TILE_ROWS = 4  # a pass of a multiple of it is full
 SLOT_BYTES = 16  # one layer, one head, K and V of two float32 each
 
 
@@ -256,6 +257,10 @@ class FakeEngine:
     @property
     def gpu_memory(self) -> GpuMemory:
         return GpuMemory()
+
+    def full_pass(self, num_decodes: int, most: int) -> int:
+        full = most - (num_decodes + most) % TILE_ROWS
+        return full if full >= FULL_SHARE * most else most
 
     def launch(self, step: EngineStep) -> None:
         assert len(self._launched) < self.max_launched, "read comes before another launch"
