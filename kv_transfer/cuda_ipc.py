@@ -177,8 +177,10 @@ class CudaIpcTransport:
             )
         loop = asyncio.get_running_loop()
         opening = threads.submit(self._memory.open, card, num_pages)
+        opened = asyncio.wrap_future(opening)
+        opened.add_done_callback(mark_seen)  # a caller that has left reads no error
         try:
-            pages = await asyncio.shield(asyncio.wrap_future(opening))
+            pages = await asyncio.shield(opened)
         except TransportRefused as error:
             logger.warning("pages_not_mapped", extra=fields(error=str(error)))
             await wire.send(_NOT_MAPPED)

@@ -105,10 +105,9 @@ class TcpConnection(SocketConnection):
         copy = asyncio.get_running_loop().create_task(run())
         self._copies.add(copy)
         copy.add_done_callback(self._copies.discard)
+        copy.add_done_callback(mark_seen)  # a caller that has left reads no error
         # Shielded: a deadline must not make the copy look finished.
-        touched = asyncio.shield(copy)
-        touched.add_done_callback(mark_seen)  # a caller that has left reads no error
-        return touched
+        return asyncio.shield(copy)
 
     def _pieces(self, page_ids: Sequence[int]) -> list[Sequence[int]]:
         step = self._pages_at_once

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import struct
 import threading
@@ -9,6 +10,7 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -681,6 +683,29 @@ def test_mapping_that_outlasts_the_deadline_leaves_nothing_mapped() -> None:
             await until(lambda: bool(pair.receiver_memory.opened))
             await until(pair.mapped.is_closed.is_set)
             assert pair.mapped.closed_by.startswith("cuda_ipc"), "it blocks the event loop"
+
+    run(scenario)
+
+
+def test_mapping_that_fails_after_the_deadline_is_no_error_that_nobody_reads() -> None:
+    async def scenario() -> None:
+        unread: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: unread.append(what))
+        async with a_pair() as pair:
+            pair.receiver_memory.opening_s = 0.3
+            pair.cards.clear()  # so that nothing can be mapped
+            offer = pair.receiver.offer("c0", KEY)
+            connecting = asyncio.create_task(pair.sender.connect("c0", offer, KEY, soon()))
+
+            with pytest.raises(ConnectionBroken):
+                await pair.receiver.accept("c0", soon(0.1))
+            with pytest.raises(ConnectionBroken):
+                await connecting
+            await until(lambda: not ipc_threads())
+            await asyncio.sleep(0.01)
+
+        gc.collect()
+        assert not unread
 
     run(scenario)
 

@@ -1,6 +1,7 @@
 """Pages over real sockets on this host."""
 
 import asyncio
+import gc
 import json
 import socket
 import struct
@@ -429,6 +430,32 @@ def test_abort_waits_for_a_copy_into_the_pages_that_is_under_way() -> None:
             await aborting
 
             assert finished == [[1, 2]]
+
+    run(scenario)
+
+
+def test_a_copy_that_fails_after_its_deadline_is_no_error_that_nobody_reads() -> None:
+    async def scenario() -> None:
+        unread: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: unread.append(what))
+        async with a_pair() as pair:
+            receiving, sending = await pair.connect()
+            may_end = threading.Event()
+
+            def failing_import(page_ids: Any, contents: Any) -> None:
+                assert may_end.wait(10)
+                raise RuntimeError("an illegal memory access was encountered")
+
+            pair.target.import_pages = failing_import  # type: ignore[method-assign]
+            sent = asyncio.create_task(sending.send([1, 2], 5.0))
+            with pytest.raises(ConnectionBroken):
+                await receiving.receive([1, 2], 0.1)
+            may_end.set()
+            await receiving.abort()
+            await sent
+
+        gc.collect()
+        assert not unread
 
     run(scenario)
 
