@@ -85,6 +85,8 @@ class TlsSocket(PageSocket):
     async def send(self, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), PIECE_BYTES):
+            if start:
+                await asyncio.sleep(0)  # a socket that takes all at once gives no turn away
             self._tls.write(view[start : start + PIECE_BYTES])
             await self._flush()
 
@@ -106,3 +108,5 @@ class TlsSocket(PageSocket):
     async def _take(self) -> None:
         num_bytes = await super()._receive_some(memoryview(self._arrived))
         self._incoming.write(memoryview(self._arrived)[:num_bytes])
+        if num_bytes == PIECE_BYTES:
+            await asyncio.sleep(0)  # nor does one in which more waits

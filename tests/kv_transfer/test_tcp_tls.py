@@ -3,15 +3,18 @@
 import asyncio
 import contextlib
 import json
+import socket
 import ssl
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from credentials.config import TlsSettings
 from credentials.door import ClusterLinks
 from kv_transfer.errors import ConnectionBroken
-from kv_transfer.page_socket import PIECE_BYTES, PageTls, TlsSocket
+from kv_transfer.page_socket import PIECE_BYTES, PageSocket, PageTls, TlsSocket
 from tests.kv_transfer.pair import KEY, shuffled
 from tests.kv_transfer.tcp_pair import Pair, a_pair, page_tls, run, soon, wire_tap
 from tests.support.certificates import Authority
@@ -69,6 +72,49 @@ def test_pages_arrive_in_order_in_pieces_of_any_size(authority: Authority) -> No
             assert got == large
 
     run(scenario)
+
+
+def test_other_tasks_have_their_turn_between_pieces_though_the_network_takes_and_has_all(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting: dict[PageSocket, bytearray] = {}  # |-> for the other side
+
+    async def send(self: PageSocket, data: bytes) -> None:
+        waiting.setdefault(self, bytearray()).extend(data)
+
+    async def receive_some(self: PageSocket, view: memoryview) -> int:
+        (arrived,) = (waiting.setdefault(each, bytearray()) for each in sides if each is not self)
+        while not arrived:
+            await asyncio.sleep(0)
+        num_bytes = min(len(view), len(arrived))
+        view[:num_bytes] = arrived[:num_bytes]
+        del arrived[:num_bytes]
+        return num_bytes
+
+    async def turns_during(operation: Coroutine[Any, Any, Any]) -> int:
+        task = asyncio.create_task(operation)
+        num_turns = 0
+        while not task.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        task.result()
+        return num_turns
+
+    monkeypatch.setattr(PageSocket, "send", send)
+    monkeypatch.setattr(PageSocket, "_receive_some", receive_some)
+    tls, unused = page_tls(authority), socket.socket()
+    sides = [TlsSocket(unused, tls, is_server=is_server) for is_server in (False, True)]
+    num_pieces = 8
+
+    async def scenario() -> None:
+        await asyncio.gather(*(each.shake_hands() for each in sides))
+        large = bytes(num_pieces * PIECE_BYTES)
+
+        assert await turns_during(sides[0].send(large)) >= num_pieces
+        assert await turns_during(sides[1].receive(len(large))) >= num_pieces
+
+    run(scenario)
+    unused.close()
 
 
 def test_both_sides_use_version_1_3(authority: Authority) -> None:
