@@ -72,12 +72,14 @@ class PrefillPeers:
         """Begin to connect to prefill workers, so that the first request need not wait.
 
         A worker of which another incarnation is known, or named earlier, is skipped until a request
-        needs it: a router with a late membership must not break transfers of the present one.
+        needs it: a router with a late membership must not break transfers of the present one. One
+        that is connected is skipped, too: the prefill worker's side would not count as used.
         """
         known = {each.worker_id: each for each in (*self._meeting, *self._peers)}
         for sender in senders:
             is_known = known.setdefault(sender.worker_id, sender) == sender
-            if is_known and sender not in self._meeting:
+            is_connected = self._connections.is_connected(_peer_key(sender))
+            if is_known and not is_connected and sender not in self._meeting:
                 self._meeting[sender] = self._context.tasks.start(
                     self._connect_ahead(sender), name=f"connect-{sender.worker_id}"
                 )
@@ -113,7 +115,7 @@ class PrefillPeers:
             self._forget_other_starts(sender)
 
         return await self._connections.get(
-            (sender.worker_id, sender.incarnation),
+            _peer_key(sender),
             connect,
             asyncio.get_running_loop().time() + connect_s,
         )
@@ -170,7 +172,7 @@ class PrefillPeers:
         peer.users.forget()
         if peer.client is not None:
             self._context.tasks.start(_close(peer.client), name=f"close-client-{sender.worker_id}")
-        self._connections.forget((sender.worker_id, sender.incarnation))
+        self._connections.forget(_peer_key(sender))
 
     def _forget_other_starts(self, present: WorkerIdentity) -> None:
         """Free what is kept for other starts of a prefill worker: this one has answered.
@@ -198,6 +200,10 @@ class PrefillPeers:
             sender=Party(role="prefill", name=name, incarnation=incarnation),
             receiver=self._context.credentials.party,
         )
+
+
+def _peer_key(sender: WorkerIdentity) -> PeerKey:
+    return sender.worker_id, sender.incarnation
 
 
 async def _close(client: PrefillClient) -> None:

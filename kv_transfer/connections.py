@@ -80,6 +80,12 @@ class ConnectionPool:
                     raise ConnectionBroken(f"the connection to {peer_key[0]} was dropped") from None
                 raise
 
+    def is_connected(self, peer_key: PeerKey) -> bool:
+        """Return whether there is a healthy connection to a peer."""
+        entry = self._entries.get(peer_key)
+        connection = _connection_of(entry) if entry is not None else None
+        return connection is not None and not connection.is_broken
+
     def drop(self, connection: Connection) -> None:
         """Forget a connection and abort it, if that has not happened yet."""
         for peer_key, entry in list(self._entries.items()):
@@ -133,8 +139,7 @@ class ConnectionPool:
 
     def _forget_broken(self) -> None:
         for peer_key, entry in list(self._entries.items()):
-            connection = _connection_of(entry)
-            if entry.done() and (connection is None or connection.is_broken):
+            if entry.done() and not self.is_connected(peer_key):
                 self._remove(peer_key)
 
     def _disown(self, accepting: asyncio.Task[Connection]) -> None:

@@ -914,6 +914,27 @@ def test_no_request_meets_a_closed_connection_even_with_the_least_time_and_a_slo
     run(scenario, cluster)
 
 
+def test_no_request_meets_a_closed_connection_of_a_worker_that_routers_name_again_and_again() -> (
+    None
+):
+    idle_s = 20.0
+    deadlines = TransferDeadlines(idle_s=idle_s)
+    cluster = WorkerCluster(decode_config=decode_config(transfer_deadlines=deadlines))
+    cluster.prefill_config = replace(cluster.prefill_config, transfer_deadlines=deadlines)
+
+    async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
+        for _ in range(5):  # other workers come and go, each time with a call
+            await meet(cluster, *cluster.candidates())
+            await asyncio.sleep(0.5 * idle_s)
+        stream = await router.submit(prompt_of(30))
+        await router.finish(stream)
+
+        assert stream.stats.prefill_retries == 0
+        assert stream.stats.pages_moved == 8
+
+    run(scenario, cluster)
+
+
 def test_when_no_candidate_is_left_the_prompt_is_prefilled_locally() -> None:
     async def scenario(cluster: WorkerCluster, router: ScriptedRouter) -> None:
         cluster.kill(cluster.prefills[0])
