@@ -2,7 +2,7 @@
 
 TransferError
 ├── ConnectionBroken     the carrier failed, or did not answer before the deadline
-├── TransferAborted      the other side stopped the transfer
+├── TransferAborted      one of the two sides stopped the transfer
 ├── TransferTimeout      a protocol step did not come before its deadline
 ├── DigestMismatch       pages arrived with other contents than were sent
 ├── TransportRefused     one of the two workers does not have this transport
@@ -19,7 +19,7 @@ class ConnectionBroken(TransferError):
 
 
 class TransferAborted(TransferError):
-    """The other side gave up."""
+    """One of the two sides gave up."""
 
 
 class TransferTimeout(TransferError):
