@@ -91,9 +91,9 @@ Measured by `python -m benchmarks.disaggregation --cases 'kill/*' 'hang/*'`, wit
 that the files name: {sources}.
 """
 MEMORY = """
-In {kills} later kills within one H200, {lost} of {requests} requests were lost, and {wrong} tokens
-were wrong. When all workers were at rest again, the GPU memory of the one that was not hit had
-grown by at most {most}.
+In {kills} later kills between two H200s, {lost} of {requests} requests were lost, and {wrong}
+tokens were wrong. When all workers were at rest again, the GPU memory of the one that was not hit
+had grown by at most {most}.
 """
 GAPS = """
 In {kills} more kills of the only decode worker ([{name}](../benchmarks/results/{name})), streams

@@ -24,7 +24,9 @@ from benchmarks.stream_statistics import Row
 from benchmarks.tables import (
     ABLATION_ON_ONE_GPU,
     ABLATION_RESULTS,
+    BESIDE_RESULT,
     CACHED_PARTS_RESULT,
+    ENGINE_RESULT,
     JOINED_STEPS_RESULT,
     MIX_RESULTS,
     MOVES_RESULT,
@@ -35,6 +37,7 @@ from benchmarks.tables import (
     ROOT,
     SERVED_STEPS_RESULT,
     STEP_FIGURES,
+    engine_step_rows,
     gateway_rows,
     headline_rows,
     joined_step_rows,
@@ -107,13 +110,16 @@ def targets() -> str:
 
 def engine_step() -> str:
     """Steps of the engine alone."""
-    content = _content("engine-step-llama-3-8b-h200.json")
-    values = [(_short(row["case"]), (row["ms"], row["one_by_one_ms"])) for row in content["cases"]]
+    content, beside = _content(ENGINE_RESULT), _content(BESIDE_RESULT)
+    values = [
+        (_short(row["case"]), (row["ms"], row["one_by_one_ms"])) for row in engine_step_rows()
+    ]
     return draw(
         bars(
             "A step of the engine alone (shorter is better)",
             (
-                f"{content['hardware']}, Llama-3-8B's shape, commit {content['commit']}.",
+                f"{content['hardware']}, Llama-3-8B's shape, commit {content['commit']}; "
+                f"with prompts {beside['commit']}.",
                 "16 + 64: 16 requests decode, and 64 tokens of a prompt are computed beside them.",
             ),
             values,

@@ -37,6 +37,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/benchmarks.md", "docs/tuning.md")
 PROFILE_RESULT = "step-profile-llama-3-8b-h200.json"
 SERVED_STEPS_RESULT = "served-steps-h200.json"
+ENGINE_RESULT = "engine-step-llama-3-8b-h200.json"
+BESIDE_RESULT = "engine-step-beside-h200.json"  # of steps that decode and compute prompts
 ENGINE_STEPS_RESULT = "engine-step-decode-h200.json"  # of the engine alone on that host
 # The same beside a prefill worker on another host, since small chunks move together.
 JOINED_STEPS_RESULT = "served-steps-joined-h200.json"
@@ -162,12 +164,20 @@ def targets() -> str:
 
 def engine_step() -> str:
     """Steps of the engine alone, one by one and ahead."""
-    path = RESULTS / "engine-step-llama-3-8b-h200.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["cases"]
     return table(
         ("case", "one by one, ms", "ahead, ms"),
-        ((f"`{row['case']}`", _ms(row["one_by_one_ms"]), _ms(row["ms"])) for row in rows),
+        (
+            (f"`{row['case']}`", _ms(row["one_by_one_ms"]), _ms(row["ms"]))
+            for row in engine_step_rows()
+        ),
     )
+
+
+def engine_step_rows() -> list[Row]:
+    """Return the steps of the engine alone; those that also compute prompts ran later."""
+    later = _rows_of(BESIDE_RESULT).items()
+    beside = {case: row for case, row in later if case.startswith("beside/")}
+    return list((_rows_of(ENGINE_RESULT) | beside).values())
 
 
 def profile_parts(row: Row) -> dict[str, float]:

@@ -26,8 +26,8 @@ IPC_KILLS_FILES = (  # pages on the way that GPUs of one host choose; most kills
     "kills-ipc-before-h200-x2.json",
 )
 MEMORY_FILES = {  # of kills around which no worker's memory changed
-    "kills-ipc-steady-one-h200.json": "CUDA IPC",
-    "kills-nccl-steady-one-h200.json": "NCCL",
+    "kills-ipc-steady-h200-x2.json": "CUDA IPC",
+    "kills-nccl-steady-h200-x2.json": "NCCL",
 }
 POOLS_FILE = "disaggregation-h200.json"
 UNLIMITED_FILE = "itl-unlimited-h200-x2.json"  # chats without pools, steps without a limit
@@ -234,8 +234,7 @@ def _kills(files: Sequence[str], transport: str) -> Iterator[Outcome]:
 def _kept_memory(file: str, transport: str) -> Outcome:
     grew = survivor_growth_mib(file)
     return Outcome(
-        what=f"{len(grew)} kills over {transport} within one GPU: the survivor's memory grows by, "
-        "at most",
+        what=f"{len(grew)} later kills over {transport}: the survivor's memory grows by, at most",
         target=0,
         found=max(grew),
         unit="MiB",
