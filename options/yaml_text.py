@@ -20,6 +20,8 @@ class Key(NamedTuple):
 
 Lines = list[Key]
 
+MAX_REPEATED = 10_000  # values that aliases repeat, besides one for each character of a text
+
 
 class YamlError(Exception):
     """A text is not plain YAML. The message follows a file's name, so it begins with the place."""
@@ -55,11 +57,13 @@ def parse_yaml(text: str) -> tuple[Any, Lines]:
     """Return the content of a text (None: empty), and each key in its mappings.
 
     Raises:
-        YamlError: The text is not plain YAML, or is nested too deeply.
+        YamlError: The text is not plain YAML, is nested too deeply, or repeats too much by aliases.
     """
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
+        if _num_values(node, {}) > (most := len(text) + MAX_REPEATED):
+            raise YamlError(f": found too many values, by aliases; allowed: at most {most}")
         content = None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -94,6 +98,22 @@ def told_kind(content: object) -> str:
     if isinstance(content, int | float):
         return "a number"
     return {"list": "a list", "str": "a text"}.get(name := type(content).__name__, f"a {name}")
+
+
+def _num_values(node: yaml.Node | None, known: dict[yaml.Node, int]) -> int:
+    """Return how many keys and values a node has, each alias of one counted as another.
+
+    Args:
+        known: Their numbers for nodes that were counted; one that contains itself counts as 0.
+    """
+    if node is None or isinstance(node, yaml.ScalarNode):
+        return 1
+    if node not in known:
+        known[node] = 0
+        pairs = isinstance(node, yaml.MappingNode)
+        below = (each for pair in node.value for each in pair) if pairs else node.value
+        known[node] = 1 + sum(_num_values(each, known) for each in below)
+    return known[node]
 
 
 def _keys(node: yaml.Node | None, prefix: str = "") -> Iterator[Key]:

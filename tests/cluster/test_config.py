@@ -1,4 +1,5 @@
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -406,6 +407,24 @@ def test_a_wrong_file_is_explained(tmp_path, text, words):
 
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "repeat", ["[{0}, {0}, {0}]", "{{a: {0}, b: {0}, c: {0}}}", "{{<<: [{0}, {0}, {0}]}}"]
+)
+def test_aliases_that_repeat_billions_of_values_are_refused_at_once(tmp_path, repeat):
+    names = [f"x{number}" for number in range(21)]
+    lines = [f"{name}: &{name} {repeat.format(f'*{last}')}" for last, name in pairwise(names)]
+    path = write(tmp_path, "\n".join(["x0: &x0 {a: 1}", *lines]))
+
+    with pytest.raises(ConfigError, match="yaml: found too many values, by aliases; allowed: at"):
+        load_config(path, {})
+
+
+def test_aliases_may_repeat_what_people_write(tmp_path):
+    path = write(tmp_path, "prefill_worker: &each {heartbeat_s: 0.25}\ndecode_worker: *each")
+
+    assert load_config(path, {}).decode_worker.heartbeat_s == 0.25
 
 
 def test_a_file_that_is_not_utf8_is_refused_with_the_byte(tmp_path):
