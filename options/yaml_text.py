@@ -1,5 +1,6 @@
 """Reads YAML that people write: its content, and the line of each key."""
 
+import os
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -38,12 +39,14 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)
+            value = super().construct_object(node, deep)
+            _check_usable(value)
         except (yaml.YAMLError, RecursionError, MemoryError):
             raise
         except Exception as error:  # for a date of month 13, say, it raises anything
             problem = f"found a value that cannot be read: {error}"
             raise ConstructorError(problem=problem, problem_mark=node.start_mark) from error
+        return value
 
 
 _Loader.add_implicit_resolver(
@@ -98,6 +101,20 @@ def told_kind(content: object) -> str:
     if isinstance(content, int | float):
         return "a number"
     return {"list": "a list", "str": "a text"}.get(name := type(content).__name__, f"a {name}")
+
+
+def _check_usable(value: Any) -> None:
+    """Raise ValueError for a number that has no decimal digits here, or a text that no path can be.
+
+    Escapes and other bases can write both; an error could not show the one, nor the system open the
+    other.
+    """
+    if isinstance(value, int):
+        repr(value)
+    elif isinstance(value, str):
+        os.fsencode(value)
+        if "\0" in value:
+            raise ValueError("a text with the character 0")
 
 
 def _num_values(node: yaml.Node | None, known: dict[yaml.Node, int]) -> int:

@@ -397,6 +397,16 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("model: " + "[" * 1000, ["cluster.yaml: is nested too deeply"]),
         ("router: " + "{a: " * 1000 + "1" + "}" * 1000, ["cluster.yaml: is nested too deeply"]),
         ("- " * 1000, ["cluster.yaml: is nested too deeply"]),
+        pytest.param(
+            "port: 0x" + "f" * 5000,
+            ["line 1, column 7: is not plain YAML: found a value that can"],
+            id="digits",
+        ),
+        ('secret_file: "a\\0b"', ["line 1, column 14: is not plain YAML: found a value that can"]),
+        (
+            'secret_file: "\\ud800"',
+            ["line 1, column 14: is not plain YAML: found a value that can"],
+        ),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path, text, words):
