@@ -14,7 +14,7 @@ from cluster.devices import check_port_free, port_lost
 from cluster.errors import ConfigError
 from cluster.own_address import with_own_host
 from cluster.preflight import check_traces
-from credentials.door import front_door
+from credentials.door import front_door, is_loopback_host
 from observability.logs import configure_logging
 from observability.open_files import raise_file_limit
 from observability.serving_process import settle_process
@@ -102,6 +102,8 @@ def gateway(
     except InvalidRequestError as error:
         wrong = error.violations[0]
         raise ConfigError(f"{_flag(wrong.field)}: {wrong.description}") from error
+    if tls is None:
+        _check_in_clear(config, router)
     config = with_own_host(config)
     check_port_free(config.host, port)
     check_traces(config.tracing)
@@ -111,6 +113,22 @@ def gateway(
     raise_file_limit(config.http_gateway.max_connections)
     with StopSignals() as signals:
         asyncio.run(_serve(config, router, tls, port, signals))
+
+
+def _check_in_clear(config: ClusterConfig, routers: list[str]) -> None:
+    """Refuse to connect to other hosts in clear if the file of options encrypts the cluster.
+
+    Its section `tls` is for routers, workers and controller; a gateway is a router's client.
+    """
+    if config.insecure or not config.tls.is_on:
+        return
+    hosts = {each: each.rpartition(":")[0].strip("[]") for each in routers}
+    if remote := [each for each, host in hosts.items() if not is_loopback_host(host)]:
+        raise ConfigError(
+            "tls.certificate_file: found a file, but a gateway does not connect with it, and no "
+            f"flag says how else to encrypt connections to {', '.join(remote)}; allowed: "
+            "--router-authority-file, --router-tls for a public authority, or insecure"
+        )
 
 
 async def _serve(

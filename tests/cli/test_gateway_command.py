@@ -291,3 +291,30 @@ def test_what_is_wrong_with_tls_ends_it_with_one_line(arguments, words):
     assert result.returncode == 2
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_file_with_tls_of_the_cluster_does_not_let_it_reach_other_hosts_in_clear(tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text("tls: {certificate_file: c, key_file: k, authority_file: a}")
+    asked = ("gateway", "--config", str(file), "--port", "0")
+
+    refused = run_main(*asked, "--router", "192.0.2.1:50051", "--router", "localhost:50051")
+
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "error: tls.certificate_file: found a file, but a gateway does not connect with it, and no "
+        "flag says how else to encrypt connections to 192.0.2.1:50051; allowed: "
+        "--router-authority-file, --router-tls for a public authority, or insecure\n"
+    )
+
+
+def test_a_file_with_tls_of_the_cluster_serves_a_router_of_the_same_host(tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text("tls: {certificate_file: c, key_file: k, authority_file: a}")
+    with serving_in_thread(hello) as (router, _):
+        process, url = start("--router", router, "--port", "0", "--config", str(file))
+        try:
+            assert ask(url)["choices"][0]["text"] == "Hello"
+        finally:
+            process.terminate()
+            process.communicate(timeout=20)
