@@ -218,4 +218,5 @@ def with_absolute_files(config: ClusterConfig) -> ClusterConfig:
 
     # Clients are served on this host alone, whose certificate commands on other hosts trust.
     front = absolute(config.front_tls, path_here)
-    return replace(config, tls=absolute(config.tls), front_tls=front)
+    secret = config.secret_file and str(Path(config.secret_file).absolute())
+    return replace(config, tls=absolute(config.tls), front_tls=front, secret_file=secret)

@@ -42,7 +42,7 @@ def secret_of(config: ClusterConfig) -> ClusterSecret:
     """Return the secret of the configured file, or a new one.
 
     Raises:
-        ConfigError: The file cannot be read, or is not private or long enough.
+        ConfigError: The file cannot be read, or is too short or too long.
     """
     if not config.secret_file:
         return ClusterSecret.generate()

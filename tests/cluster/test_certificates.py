@@ -196,6 +196,7 @@ def test_files_are_found_from_other_folders_and_links_stay(
     overrides = {
         "front_tls.certificate_file": "front.crt",
         "front_tls.key_file": "front.key",
+        "secret_file": "secret",
     }
 
     config = with_absolute_files(load_config(None, overrides))
@@ -203,6 +204,8 @@ def test_files_are_found_from_other_folders_and_links_stay(
     assert config.front_tls.certificate_file == str(tmp_path / "front.crt")
     assert config.front_tls.key_file == str(tmp_path / "front.key")
     assert config.front_tls.client_authority_file == config.tls.key_file == ""
+    assert config.secret_file == str(tmp_path / "secret"), "`up` elsewhere may mean another one"
+    assert with_absolute_files(ClusterConfig()) == ClusterConfig()
 
 
 def test_files_with_the_name_of_a_host_are_those_of_the_host_that_reads_them(
