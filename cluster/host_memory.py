@@ -19,14 +19,16 @@ class HostMemory:
 def read_host_memory(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> HostMemory:
     """Return the kernel's figures, reduced to a container's limit."""
     text = meminfo.read_text(encoding="utf-8")
-    total, free = _kilobytes("MemTotal", text) * 1024, _kilobytes("MemAvailable", text) * 1024
-    limit, used = (cgroup / name for name in ("memory.max", "memory.current"))
+    total, free = _number("MemTotal:", text) * 1024, _number("MemAvailable:", text) * 1024
+    limit, current, parts = (cgroup / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.exists() and limit.read_text().strip() != "max":  # a container's
-        most = int(limit.read_text())
-        total, free = min(total, most), min(free, most - int(used.read_text()))
+        most, used = int(limit.read_text()), int(current.read_text())
+        if parts.exists():  # files that were read, such as weights, leave when processes need room
+            used -= _number("inactive_file", parts.read_text(encoding="utf-8"))
+        total, free = min(total, most), min(free, most - used)
     return HostMemory(total_bytes=total, free_bytes=free)
 
 
-def _kilobytes(name: str, text: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+def _number(name: str, text: str) -> int:
+    found = re.search(rf"^{name}\s+(\d+)", text, re.MULTILINE)
     return int(found[1]) if found else 0

@@ -347,7 +347,9 @@ def test_a_containers_limit_counts(tmp_path):
     assert read_host_memory(tmp_path, meminfo) == host
 
     (tmp_path / "memory.max").write_text(f"{4 * 2**30}\n")
-    (tmp_path / "memory.current").write_text(f"{2**30}\n")
+    (tmp_path / "memory.current").write_text(f"{3 * 2**30}\n")
+    # Weights that were read are in memory, but leave when processes need room.
+    (tmp_path / "memory.stat").write_text(f"anon {2**30}\ninactive_file {2**31}\nactive_file 0\n")
     assert read_host_memory(tmp_path, meminfo) == HostMemory(
         total_bytes=4 * 2**30, free_bytes=3 * 2**30
     )
