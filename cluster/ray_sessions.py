@@ -5,10 +5,12 @@ Ray never removes them. A folder's name ends with the id of the process that sta
 
 import shutil
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+CLOCKS_S = 60.0  # by which the clocks of files and processes may differ
 ANSWER_TIMEOUT_S = 0.5  # of a process of Ray that listens
 
 
@@ -29,9 +31,19 @@ def remove_ended_sessions(folder: Path) -> None:
 
 def _is_used(session: Path) -> bool:
     starter = session.name.rpartition("_")[2]
-    if starter.isdigit() and psutil.pid_exists(int(starter)):
+    if starter.isdigit() and _has_started(int(starter), session):
         return True  # perhaps nothing listens yet
     return any(_listens(each) for each in session.glob("sockets/*"))
+
+
+def _has_started(pid: int, session: Path) -> bool:
+    """Return whether a process that runs may have started a session: one that is younger has not.
+
+    Ids come again: in a container, each start may be process 1.
+    """
+    with suppress(psutil.Error, OSError):
+        return psutil.Process(pid).create_time() <= session.stat().st_mtime + CLOCKS_S
+    return False
 
 
 def _listens(path: Path) -> bool:

@@ -53,6 +53,17 @@ def test_a_session_stays_while_its_starter_lives_or_ray_listens_there(folder):
         assert set(folder.iterdir()) == {starts, left, last, of_today}
 
 
+def test_a_session_goes_whose_starter_had_the_id_of_a_younger_process(folder):
+    # As in a container that is started again, whose first process is 1 each time.
+    old = session(folder, 1, os.getpid())
+    os.utime(old, (0, 0))
+    last = session(folder, 2, NO_PROCESS)
+
+    remove_ended_sessions(folder)
+
+    assert set(folder.iterdir()) == {last}
+
+
 def test_a_link_to_a_session_that_is_gone_goes_so_that_ray_makes_a_new_one(folder):
     latest = folder / "session_latest"
     latest.symlink_to(folder / "session_2026-01-01_12-00-00_000000_1")
