@@ -357,7 +357,7 @@ def _check_pair(certificate: PemFile, key: PemFile, shown: bytes, secret: bytes)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             found = f"{key.path} is not the key of {certificate.path}"
-            raise PemError(key.option, found, "the key of that certificate") from error
+            raise PemError(key.option, found, "that of its first certificate") from error
         if error.reason:  # usually too weak a signature
             found = f"{certificate.path} cannot be used: {_words(error.reason)}"
             raise PemError(

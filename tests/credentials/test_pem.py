@@ -98,6 +98,12 @@ def others_authority(tls: TlsConfig, _: Authority) -> TlsConfig:
     return replace(tls, authority_file=other.file)
 
 
+def authority_first(tls: TlsConfig, authority: Authority) -> TlsConfig:
+    chain = Path(tls.certificate_file)
+    chain.write_bytes(Path(authority.file).read_bytes() + chain.read_bytes())
+    return tls
+
+
 def others_name(_: TlsConfig, authority: Authority) -> TlsConfig:
     return authority.inside(authority.pair("worker.example.org"))
 
@@ -126,7 +132,8 @@ FAULTS: list[tuple[Callable[[TlsConfig, Authority], TlsConfig], str, str, str]] 
         "{} has more than 1048576 bytes",
         "a PEM file of at most that size",
     ),
-    (others_key, "key_file", "{} is not the key of ", "the key of that certificate"),
+    (others_key, "key_file", "{} is not the key of ", "that of its first certificate"),
+    (authority_first, "key_file", "{} is not the key of ", "that of its first certificate"),
     (encrypted_key, "key_file", "{} is encrypted", "a key without a passphrase"),
     (expired, "certificate_file", "{} has expired, on 20", VALID),
     (early, "certificate_file", "{} is not valid before 20", VALID),

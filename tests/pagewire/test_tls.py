@@ -335,6 +335,6 @@ def test_the_command_line_takes_files_and_tells_what_is_wrong(authority: Authori
     assert half.stderr.startswith("error: --certificate-file: found none; allowed: a file, as a ")
     assert others_key.returncode == 2
     assert others_key.stderr == (
-        f"error: --key-file: {key} is not the key of {certificate}; allowed: the key of that "
+        f"error: --key-file: {key} is not the key of {certificate}; allowed: that of its first "
         "certificate\n"
     )
