@@ -23,6 +23,7 @@ ACCEPTED_SECRET = (
     f"a file with {SECRET_BYTES} to {MAX_BYTES} random bytes, as from `head -c 32 /dev/urandom`"
 )
 ACCEPTED_KEYS = "a file that `pagewire router-keys` wrote"
+ACCEPTED_TARGET = "a file in a folder where this user may write"
 
 
 def read_secret(path: Path) -> ClusterSecret:
@@ -41,8 +42,11 @@ def write_router_keys(path: Path, keys: RouterKeys) -> None:
     """Write the keys of a router to a new or replaced file that only its owner can read.
 
     Raises:
-        KeyFileError: The file cannot be written.
+        KeyFileError: The file cannot be written, or is none, such as /dev/stdout on a terminal.
     """
+    given, path = path, Path(os.path.realpath(path))  # a link stays one
+    if path.exists() and not path.is_file():
+        raise _unusable(given, "is not a file", ACCEPTED_TARGET)
     content = json.dumps(asdict(keys), default=bytes.hex)
     scratch = path.parent / f".{path.name}.{os.getpid()}"
     try:
@@ -52,8 +56,7 @@ def write_router_keys(path: Path, keys: RouterKeys) -> None:
     except OSError as error:
         with suppress(OSError):  # the folder may be none, or closed to this user
             scratch.unlink()
-        told = f"cannot be written: {error.strerror}"
-        raise _unusable(path, told, "a file in a folder where this user may write") from error
+        raise _unusable(given, f"cannot be written: {error.strerror}", ACCEPTED_TARGET) from error
 
 
 def read_router_keys(path: Path) -> RouterKeys:

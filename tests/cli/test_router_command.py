@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import resource
 import signal
@@ -567,6 +568,28 @@ def test_keys_come_from_the_secret_file_and_only_their_owner_reads_them(tmp_path
         f"error: FILE: found '{missing}', which cannot be written: No such file or directory; "
         in (result.stderr)
     )
+
+
+@pytest.mark.parametrize("target", ["a file", "a pipe"])
+def test_keys_follow_a_link_and_replace_nothing_but_a_file(tmp_path, target) -> None:
+    # As /dev/stdout is a link, to a terminal, a pipe or a file.
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    there, link = tmp_path / "there", tmp_path / "link"
+    link.symlink_to(there)
+    if target == "a file":
+        there.touch()
+    else:
+        os.mkfifo(there)
+
+    result = run_main("router-keys", str(link), "--secret-file", str(tmp_path / "secret"))
+
+    assert link.is_symlink()
+    if target == "a file":
+        assert read_router_keys(there) == SECRET.router_keys(ROUTERS_NAME)
+    else:
+        assert there.is_fifo()
+        assert result.returncode == 2
+        assert f"error: FILE: found '{link}', which is not a file; allowed: a file" in result.stderr
 
 
 def test_grpcurl_finds_methods_by_reflection_and_reads_a_stream(
