@@ -44,9 +44,13 @@ class RouterConfig:
         1024,
         "Most requests at a time; more are refused with RESOURCE_EXHAUSTED before any work.",
         at_least=1,
+        at_most=500_000_000,  # of which gRPC counts four times as many
     )
     max_connections: int = option(
-        4096, "Most connections of clients; more are closed at once.", at_least=1
+        4096,
+        "Most connections of clients; more are closed at once.",
+        at_least=1,
+        at_most=2_000_000_000,  # a process with 2**31 - 1 is aborted by gRPC
     )
     max_expected_wait_s: float = option(
         30.0,
@@ -74,6 +78,7 @@ class RouterConfig:
         "Most characters of a text or rendered chat; 0: 32 for each token of the context, at most "
         "1,000,000, which take about half a second to tokenize.",
         at_least=0,
+        at_most=100_000_000,  # whose bytes gRPC can count
     )
     request_timeout_s: float = option(
         3600.0,

@@ -15,6 +15,7 @@ import pytest
 from google.protobuf import descriptor_pool
 
 from decode_worker.server import DecodeServicer
+from options.option import WrongOptions, options_of
 from pagewire import AsyncClient
 from pagewire.protos import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2_grpc
 from pagewire.protos.grpc_options import WORKER_SERVER_OPTIONS
@@ -68,6 +69,22 @@ def test_of_thousands_of_calls_at_once_none_is_cancelled_before_it_is_seen(optio
         assert answers == [b"x"] * 3500
 
     asyncio.run(scenario())
+
+
+def test_the_largest_limits_are_those_that_grpc_takes():
+    names = ("max_active_requests", "max_connections", "max_prompt_chars")
+    largest = {name: options_of(RouterConfig)[name].rule.at_most for name in names}
+
+    async def scenario():
+        server = make_server(RouterConfig(**largest), None, shares_port=False)
+        server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        await server.stop(None)
+
+    asyncio.run(scenario())
+    for name in names:
+        with pytest.raises(WrongOptions, match=f"{name}: found {2**31 - 1}; allowed: an integer, "):
+            RouterConfig(**{name: 2**31 - 1})
 
 
 def test_connections_beyond_the_limit_are_closed_and_those_that_are_open_go_on():
