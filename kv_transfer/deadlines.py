@@ -37,7 +37,10 @@ class TransferDeadlines:
     """How long each wait may take, in seconds of the event loop's clock."""
 
     connect_s: float = option(
-        10.0, "Time limit for setting up a connection, on both sides together.", above=0
+        10.0,
+        "Time limit for setting up a connection, on both sides together.",
+        above=0,
+        at_most=2_592_000,  # 30 days; much longer ones count as expired for gRPC
     )
     grant_s: float = option(
         10.0, "Time limit until the sender accepts the request, and to read a message.", above=0

@@ -130,6 +130,7 @@ class RouterConfig:
         "Time limit of the first call to a worker, and for requests that wait until a prefill "
         "worker answers that call.",
         at_least=0,
+        at_most=2_592_000,  # 30 days; much longer ones count as expired for gRPC
     )
     reconnect_delay_s: float = option(0.2, "Pause between attempts to reach a worker.", at_least=0)
     forget_dead_after_s: float = option(

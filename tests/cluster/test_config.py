@@ -380,6 +380,14 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
             "prefill_worker: {st: 3}",
             ["prefill_worker.st: found an unknown option; allowed: those of `"],
         ),
+        # For gRPC, a call with such a time limit has expired when it begins.
+        (
+            "router: {connect_timeout_s: 1e10}\ntransfer: {connect_s: 1e10}",
+            [
+                "line 1: router.connect_timeout_s: found 10000000000.0; allowed: a finite number, ",
+                "line 2: transfer.connect_s: found 10000000000.0; allowed: a finite number above 0",
+            ],
+        ),
         ("ports: 1", ["did you mean port?"]),
         ("loglevel: info", ["did you mean log_level?"]),
         ("prefill: {heartbeat: 1}", ["did you mean prefill_worker.heartbeat_s?"]),
