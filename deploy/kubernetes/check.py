@@ -48,6 +48,8 @@ FIELDS = {
     "configMapGenerator": _GENERATOR,
     "secretGenerator": f"{_GENERATOR} type",
 }
+PATHS = ("resources", "components", "configurations")  # fields with lists of them
+MAPPINGS = [each for each in FIELDS if each and "." not in each]  # fields with lists of these
 # The names that the manifests have for images, until an overlay replaces them or adds a tag.
 OWN_IMAGES = re.compile(r"(?m)^\s*(?:- )?image: (pagewire(?:-router)?)$")
 BEHAVIORS = ("create", "merge", "replace")  # of a generator's object; without one: create
@@ -73,9 +75,14 @@ def main(words: list[str]) -> int:
     return 2 if faults else 0
 
 
-def written_faults(folder: Path) -> Iterator[str]:
-    """Yield the faults of a folder's kustomization and of those below it."""
-    file = folder / FILE
+def written_faults(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[str]:
+    """Yield the faults of a folder's kustomization and of those below it.
+
+    Args:
+        folder: Where it is.
+        above: The folders that led here.
+    """
+    file, above = folder / FILE, above | {folder.resolve()}
     if not file.is_file():
         overlays = sorted(each.parent.name for each in folder.parent.glob(f"*/{FILE}"))
         allowed = ", ".join(overlays) or "a folder that has one"
@@ -89,14 +96,22 @@ def written_faults(folder: Path) -> Iterator[str]:
     yield from _unknown_fields(file, content, "")
     if not isinstance(content, dict):
         return
-    for field in ("resources", "components", "configurations"):
+    for field in (*PATHS, *MAPPINGS):
+        if not isinstance(found := content.get(field) or [], list):
+            yield f"{file}: {field}: found {found!r}; allowed: a list"
+            content[field] = []
+    for field in MAPPINGS:  # what else they have was told
+        content[field] = [each for each in content.get(field) or [] if isinstance(each, dict)]
+    for field in PATHS:
         for value in map(str, content.get(field) or []):
             if re.search(r"://|^[\w.-]+\.\w+/", value):
                 continue  # a repository elsewhere
             if not (found := folder / value).exists():
                 yield f"{file}: {field}: found {value!r}; allowed: {_beside(found)}"
+            elif found.resolve() in above:
+                yield f"{file}: {field}: found {value!r}; allowed: no folder that contains this one"
             elif found.is_dir():
-                yield from written_faults(found)
+                yield from written_faults(found, above)
     paths = [each.get("path") for each in content.get("patches") or []]
     for section in ("configMapGenerator", "secretGenerator"):
         for generator in content.get(section) or []:
@@ -190,9 +205,9 @@ def _idle(file: Path, written: Any, objects: list[Any], rendered: str) -> Iterat
                 yield f"{file}: patches.target.{field}: found {wanted!r}; allowed: {allowed}"
     images = set(re.findall(r"(?m)^\s*(?:- )?image: ([^\s@]+?)(?::[\w.-]+)?(?:@\S+)?$", rendered))
     for image in written.get("images") or []:
-        if image.get("newName", image["name"]) not in images:
+        if image.get("newName", image.get("name")) not in images:
             yield (
-                f"{file}: images: found the name {image['name']!r}, which no container has; "
+                f"{file}: images: found the name {image.get('name')!r}, which no container has; "
                 f"allowed: the images of containers, now {', '.join(sorted(images))}"
             )
 
@@ -272,7 +287,7 @@ def _unlike_the_pods(config: ClusterConfig, cluster: Any) -> Iterator[str]:
                 f"cluster.yaml: worker_metrics_ports: found {config.worker_metrics_ports!r}; "
                 f"allowed: '{opened[0]}-{opened[-1]}', as the workers' pods open for metrics"
             )
-    given = min(each["terminationGracePeriodSeconds"] for each in (head, *workers))
+    given = min(each.get("terminationGracePeriodSeconds", 30) for each in (head, *workers))
     if 2 * config.stop_grace_s + STOPPING_S > given:
         yield (
             f"cluster.yaml: stop_grace_s: found {config.stop_grace_s:g}; allowed: up to "

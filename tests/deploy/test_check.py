@@ -53,7 +53,26 @@ def test_our_overlays_can_be_applied(name, capsys):
         (KUSTOMIZATION, "path: ray", "path: rey", "found the path 'reycluster.yaml'; allowed: bac"),
         (KUSTOMIZATION, "- cluster.yaml", "- clster.yaml", "; did you mean cluster.yaml?"),
         (KUSTOMIZATION, "namespace:", "- namespace:", f"{KUSTOMIZATION}, line"),
+        (
+            KUSTOMIZATION,
+            "  - path: raycluster.yaml\n    target:\n      kind: RayCluster\n",
+            "  - raycluster.yaml\n",
+            "patches: found 'raycluster.yaml'; allowed: fields and their values",
+        ),
+        (
+            KUSTOMIZATION,
+            "resources:\n  - ../../base\n  - disruptionbudgets.yaml\n  - backend-tls.yaml\n",
+            "resources: ../../base\n",
+            "resources: found '../../base'; allowed: a list",
+        ),
+        (
+            KUSTOMIZATION,
+            "../../base\n",
+            "../../base\n  - ../production\n",
+            "resources: found '../production'; allowed: no folder that contains this one",
+        ),
         # These are found in what kustomize makes of it.
+        (KUSTOMIZATION, "name: pagewire-router\n    ", "", "images: found the name None, which no"),
         (
             KUSTOMIZATION,
             "kind: RayCl",
