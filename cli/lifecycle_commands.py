@@ -11,7 +11,7 @@ import typer
 from cli.flags import add_command, flag_parameter
 from cli.serving_commands import context_note, serve_defaults, serving_where
 from cli.stop_signals import StopSignals
-from cluster.config import ClusterConfig
+from cluster.config import MAX_GRACE_S, ClusterConfig
 from cluster.environment import prepare_ray
 from cluster.errors import ConfigError, NotRunning, StartError, Stopping
 from cluster.interruption import NOTHING_CHANGED, told_at_interrupt
@@ -48,7 +48,7 @@ def _finite(value: float | None) -> float | None:
 
 GraceFlag = Annotated[
     Optional[float],  # noqa: UP045
-    typer.Option("--grace-s", min=0.0, callback=_finite, help=GRACE_HELP),
+    typer.Option("--grace-s", min=0.0, max=MAX_GRACE_S, callback=_finite, help=GRACE_HELP),
 ]
 NamesArgument = Annotated[
     Optional[list[str]],  # noqa: UP045

@@ -27,6 +27,7 @@ from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 
 LOOPBACK = "127.0.0.1"  # address of processes whose callers are all on one host
+MAX_GRACE_S = 2_592_000  # 30 days; with far longer waits for answers, Ray raises OverflowError
 MAX_MODEL_NAME_CHARS = 1024  # as protos/inference.proto says it
 
 
@@ -223,7 +224,10 @@ class ClusterConfig:
         600.0, "Longest time until all workers are ready, including loading weights.", above=0
     )
     stop_grace_s: float = option(
-        10.0, "Time for running requests to end when the cluster stops.", at_least=0
+        10.0,
+        "Time for running requests to end when the cluster stops.",
+        at_least=0,
+        at_most=MAX_GRACE_S,
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Least severe log lines to write."

@@ -20,7 +20,7 @@ from decode_worker.config import DecodeConfig
 from tests.support.command_line import run_main
 from tests.support.rarely import rarely
 
-GRACE = "a finite number, 0 or more"
+GRACE = "a finite number, 0 to 2592000"
 SERVE_FLAGS = """
     --config --controller-port --cpu-pages-mib --cpu-threads --decode --device
     --dtype --gpu-memory-fraction --help --host --http-port --insecure --log-format --log-level
@@ -237,6 +237,7 @@ def test_a_process_that_cannot_work_ends_with_words(arguments, exit_code, words)
         (["doctor", "--port", "abc"], 2, "'--port': found 'abc'; allowed: an integer, 0 to 65535"),
         (["demo", "--transfer-post-s", "x"], 2, "found 'x'; allowed: a finite"),
         (["down", "--grace-s", "-1"], 2, f"'--grace-s': found '-1'; allowed: {GRACE}\n"),
+        (["down", "--grace-s", "1e300"], 2, f"'--grace-s': found '1e300'; allowed: {GRACE}\n"),
         (["drain", "x", "--grace-s", "abc"], 2, f"'--grace-s': found 'abc'; allowed: {GRACE}\n"),
         (["scale", "--grace-s", "inf"], 2, f"'--grace-s': found 'inf'; allowed: {GRACE}\n"),
         (["up", "--model-paths", "foo"], 2, "error: --model-paths: found 'foo'; allowed: a mapp"),

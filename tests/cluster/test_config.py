@@ -192,7 +192,7 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("ray_address: 3", ["ray_address: found 3; allowed: host:port"]),
         (f"ray_address: h:{'9' * 5000}", ["ray_address: found 'h:99", "allowed: host:port"]),
         ("insecure: maybe", ["insecure: found 'maybe'; allowed: true or false"]),
-        ("stop_grace_s: .inf", ["stop_grace_s: found inf; allowed: a finite number, 0 or more"]),
+        ("stop_grace_s: .inf", ["stop_grace_s: found inf; allowed: a finite number, 0 to 2592000"]),
         (
             "gpu_memory_fraction: 2",
             ["gpu_memory_fraction: found 2; allowed: a finite number above 0, up"],
@@ -266,7 +266,10 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
             'transfer: {post_s: "3"}',
             ["transfer.post_s: found '3'; allowed: a finite number above 0"],
         ),
-        ("stop_grace_s: false", ["stop_grace_s: found false; allowed: a finite number, 0 or more"]),
+        (
+            "stop_grace_s: false",
+            ["stop_grace_s: found false; allowed: a finite number, 0 to 2592000"],
+        ),
         ("prefill: true", ["prefill: found true; allowed: an integer, 0 to 1024"]),
         ("prefill: yes", ["prefill: found yes, which YAML takes for true; allowed: an integer"]),
         ("prefill: Off", ["prefill: found Off, which YAML takes for false; allowed: an integer"]),
