@@ -16,7 +16,7 @@ Each operation has a folder:
                     plan; then one of decode's kernels
     append          rotates, and writes to pages
     linear          matrix products whose rows have the same bits in any batch
-    elementwise     norm with residual, gated activation
+    elementwise     norm, with the residual before it
     pages           copies of pages; launch_digest
     seats           state of running sequences on the device between steps
     sampling        draws; rows.py has what launcher and reference take and give

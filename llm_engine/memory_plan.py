@@ -12,8 +12,8 @@ class MemoryPlan:
     # Of the CUDA memory that is free after the weights are loaded. The rest is for the allocator's
     # rounding, for NCCL and for staging.
     cuda_free_fraction: float = 0.85
-    # Of that, kept back for activations and for logits with their float64 noise: enough for
-    # 8,192 tokens a pass of an 8B model, and 128 draws from 128,000 tokens.
+    # Of that, kept back for what an engine allocates beside its pages: activations, logits,
+    # recordings, and the buffers of attention, seats and draws.
     activation_reserve_bytes: int = 3 << 30
     # Workers that share a GPU; each may use an equal part of its memory.
     workers_per_gpu: int = 1
