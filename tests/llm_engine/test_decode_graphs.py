@@ -22,13 +22,14 @@ from llm_engine.decode_graphs import DrawnRows, GraphedDecode
 from llm_engine.device_batch import DeviceBatch
 from llm_engine.engine import Engine
 from llm_engine.engine_step import EngineStep, SeatStart
-from llm_engine.sampling import SamplingParams
+from llm_engine.sampling import SampledToken, SamplingParams
 from tests.llm_engine.driver import (
     DrivenSequence,
     assert_equal,
     record_all,
     recording,
     results_of,
+    run,
     runner_of,
     small_engine,
 )
@@ -149,6 +150,34 @@ def test_a_seat_goes_to_another_sequence_in_the_next_step(
     found = results_of(two_seats, sequences, num_seats=2)
 
     assert_equal(found, expected)
+
+
+def test_sequences_in_the_seats_of_two_that_shared_a_prefix_read_their_own(
+    shared_items: list[int], engine: Engine, recorders: list[LaunchRecorder]
+) -> None:
+    pages, shared = engine.storage.pages, list(range(16))
+    sharing = [sequence([*PREFIX, last], [*shared, 16 + last], 5) for last in (0, 1)]
+    others = [
+        sequence([last, *PREFIX], list(range(20 * last, 20 * last + 17)), 5) for last in (1, 2)
+    ]
+    found_pages = torch.randn(pages[shared].shape, generator=torch.Generator().manual_seed(0))
+
+    def drawn(running: Engine) -> list[list[SampledToken]]:
+        pages[shared] = found_pages.to(pages.dtype)
+        for each in sharing:
+            each.restart(len(PREFIX))
+        for each in others:
+            each.restart()
+        run(running, [*sharing, *others], num_seats=2)
+        return [each.drawn for each in (*sharing, *others)]
+
+    expected = drawn(engine)
+    shared_items.clear()
+
+    found = drawn(ahead(engine, num_seats=2))
+
+    assert found == expected
+    assert [each > 0 for each in shared_items] == [True, False]
 
 
 def test_steps_are_read_in_the_order_of_their_launches_and_no_third_one_is_taken(
@@ -294,6 +323,23 @@ def test_prefixes_are_looked_for_only_where_the_batch_changed(
 
     assert_equal(found, expected)
     assert calls == ["plan"] + ["plan_next_step"] * 4 + ["plan"] + ["plan_next_step"] * 5
+
+
+def test_prefixes_are_looked_for_again_now_and_then(
+    shared_items: list[int],
+    engine: Engine,
+    recorders: list[LaunchRecorder],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_graphs, "REPLAN_STEPS", 3)
+    one = sequence([1, 2], [0], 10)
+    expected = results_of(engine, [one])
+    shared_items.clear()
+
+    found = results_of(ahead(engine), [one])
+
+    assert_equal(found, expected)
+    assert len(shared_items) == 3  # of nine steps
 
 
 def test_steps_of_few_rows_have_buffers_and_recordings_of_their_own(
