@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_kernels.cascade.launch import CascadeAttention
 from attn_kernels.cascade.plan import CascadeEstimate
 from llm_engine import (
+    attention_triton,
     decode_graphs,
     device_runner,
     operations_triton,  # noqa: F401  # else it stays interpreted
@@ -367,6 +368,19 @@ def test_steps_of_few_rows_have_buffers_and_recordings_of_their_own(
     assert sizes == [1024, 2]
     (recorder,) = recorders
     assert (recorder.num_recorded, recorder.num_repeated) == (2, 4)
+
+
+def test_steps_of_several_launches_are_planned_anew_and_not_recorded(
+    engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_triton, "MAX_DECODE_TOKENS", 5)  # of one row
+    sequences = [sequence([index] * 3, [index], 8) for index in range(2)]
+    expected = results_of(engine, sequences)
+
+    found = results_of(ahead(engine), sequences)
+
+    assert_equal(found, expected)
+    assert [each.num_recorded for each in recorders] == [0]
 
 
 def test_a_kind_of_step_is_recorded_only_after_one_has_run(
