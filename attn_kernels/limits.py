@@ -1,8 +1,9 @@
-"""The shapes of heads that kernels support. Imports neither torch nor Triton, which are slow."""
+"""The shapes of models that kernels support. Imports neither torch nor Triton, which are slow."""
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16
 MAX_GROUP = 16  # query heads of one key-value head
+MAX_VOCAB_SIZE = 1 << 20  # times the largest mass, 2**40, is far from the end of int64
 
 
 def head_dim_refusal(head_dim: int) -> str:

@@ -84,7 +84,7 @@ def load_engine(
     Raises:
         CheckpointError: If the model is incomplete, damaged or contradicts itself.
         UnsupportedModel: If it requires something that is not implemented, or no Triton kernel
-            supports the shape of its heads.
+            supports its heads or vocabulary.
         CacheUnusable: If a GGUF file's metadata cannot be written to the user's cache.
         NotEnoughMemory: If weights and pages do not fit on the device.
         InvalidLogits: If the model's logits are NaN or infinite.

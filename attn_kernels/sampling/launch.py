@@ -37,6 +37,7 @@ from attn_kernels.chain import chained
 from attn_kernels.checks import check_int, check_launchable, check_tensor
 from attn_kernels.debug_checks import check_edits, check_values, debug
 from attn_kernels.errors import CapacityError, DtypeError, ShapeError, StrideError
+from attn_kernels.limits import MAX_VOCAB_SIZE
 from attn_kernels.sampling.bodies import NUM_FIELDS, choose_kernel, group_max_kernel
 from attn_kernels.sampling.bodies_bins import (
     choose_window_kernel,
@@ -49,7 +50,6 @@ from attn_kernels.sampling.bodies_logprobs import logprobs_kernel
 from attn_kernels.sampling.rows import LogitEdits, Logprobs, RowParams
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_VOCAB_SIZE = 1 << 20  # times the largest mass, 2**40, is far from the end of int64
 MAX_ROWS = 65_535  # of a grid's second dimension
 MAX_TOP_LOGPROBS = 64
 EDIT_BLOCK = 256

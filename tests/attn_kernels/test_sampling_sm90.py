@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from attn_kernels.sampling.launch import MAX_VOCAB_SIZE, TokenSampler
+from attn_kernels.limits import MAX_VOCAB_SIZE
+from attn_kernels.sampling.launch import TokenSampler
 from attn_kernels.sampling.rows import LogitEdits
 from tests.attn_kernels.sampling_case import Row, row_params
 from tests.attn_kernels.sm90 import compile_launch, launches_of

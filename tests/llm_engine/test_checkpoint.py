@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from attn_kernels.sampling.launch import TokenSampler
 from llm_engine.checkpoint import fingerprint, read_checkpoint
 from llm_engine.errors import (
     CheckpointCorrupt,
@@ -23,6 +25,7 @@ from llm_engine.errors import (
     EngineError,
     UnsupportedModel,
 )
+from llm_engine.kernel_shapes import check_kernel_shapes
 from llm_engine.load_engine import load_engine
 from llm_engine.model_config import read_model_config
 from tests.support.checkpoints import edit_json, write_checkpoint
@@ -398,6 +401,16 @@ def test_heads_without_a_kernel_are_refused_before_weights_are_read(
     read.assert_not_called()
     with pytest.raises(CheckpointMissing):  # torch's attention takes any heads
         load_engine(tmp_path, page_size=16, num_pages=4, device="cpu", attention="torch")
+
+
+def test_a_vocabulary_without_a_kernel_is_refused_before_weights_are_read(folder: Path) -> None:
+    source = folder / "single" / "config.json"
+    config = replace(read_model_config(folder / "single"), head_dim=64)
+
+    check_kernel_shapes(source, replace(config, vocab_size=2**20))  # which the sampler takes
+    TokenSampler(vocab_size=2**20, max_rows=1, device="cpu")
+    with pytest.raises(UnsupportedModel, match=rf"{source}: vocab_size is 1048577, must be at m"):
+        check_kernel_shapes(source, replace(config, vocab_size=2**20 + 1))
 
 
 LOADING = """
