@@ -139,7 +139,7 @@ def run(
         unread = [each for decoded, _ in launched for each in decoded]
         for each in runs:
             if each.may_decode and each.seat < 0 and free:
-                each.seat = free.pop(0)
+                each.seat = free.pop()  # as a worker does: rows and seats differ in order
         decoding = [
             each
             for each in runs

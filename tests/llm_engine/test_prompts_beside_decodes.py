@@ -169,7 +169,7 @@ def test_a_mask_holds_beside_prompt_tokens_where_seats_are_fewer_than_rows_of_a_
     passes = Passes(engine, monkeypatch, num_seats=1)
 
     for _ in range(2):
-        assert_equal(results_of(passes.engine, sequences, chunk_size=4), expected)
+        assert_equal(results_of(passes.engine, sequences, chunk_size=4, num_seats=1), expected)
 
     assert [each.token_id for each in held.drawn] == list(range(30, 34))
     assert set(passes.sizes) == {(1 + 4,)}
