@@ -135,6 +135,24 @@ def test_penalties_bans_and_logprobs_follow_tokens_that_the_host_does_not_know(
     assert set(banned[6:]) & set(ends), "the ban did not end"
 
 
+@pytest.mark.parametrize("min_tokens", range(2, 6))
+def test_a_ban_beside_no_other_edit_ends_with_the_last_token_that_needs_it(
+    engine: Engine, recorders: list[LaunchRecorder], min_tokens: int
+) -> None:
+    [(tokens, _)] = results_of(engine, [sequence([9] * 3, [0], 7)])
+    end = tokens[min_tokens - 1].token_id  # drawn where it may not come yet
+    options: dict[str, Any] = {"min_tokens": min_tokens, "stop_token_ids": (end,)}
+    banned = sequence([9] * 3, [0], 7, ignore_eos=True, **options)
+    expected = results_of(engine, [banned])
+
+    found = results_of(ahead(engine), [banned])
+
+    assert_equal(found, expected)
+    [(answer, _)] = found
+    assert answer[: min_tokens - 1] == tokens[: min_tokens - 1]
+    assert answer[min_tokens - 1].token_id != end
+
+
 def test_a_seat_goes_to_another_sequence_in_the_next_step(
     engine: Engine, recorders: list[LaunchRecorder]
 ) -> None:
