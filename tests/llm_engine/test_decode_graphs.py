@@ -361,6 +361,22 @@ def test_prefixes_are_looked_for_again_now_and_then(
     assert len(shared_items) == 3  # of nine steps
 
 
+def test_sequences_that_outgrow_the_window_share_their_prefix_no_longer(
+    tmp_path: Path, shared_items: list[int], recorders: list[LaunchRecorder]
+) -> None:
+    engine = small_engine(tmp_path, "mistral", sliding_window=len(PREFIX) + 3)
+    shared = list(range(16, 32))
+    sequences = [sequence([*PREFIX, last], [*shared, 40 + last], 7) for last in (5, 9)]
+    expected = results_of(engine, sequences, shared_pages=shared)
+    shared_items.clear()
+
+    found = results_of(ahead(engine), sequences, shared_pages=shared)
+
+    assert_equal(found, expected)
+    # Of the six steps with seats, the first has one key less than the window.
+    assert [each > 0 for each in shared_items] == [True, True, False, False, False, False]
+
+
 def test_steps_of_few_rows_have_buffers_and_recordings_of_their_own(
     engine: Engine, recorders: list[LaunchRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
