@@ -91,9 +91,7 @@ def told_by_flags(error: PagewireError, parameters: Iterable[Any]) -> str:
     """
     spellings = {each.name: each.opts[0] for each in parameters}
     if isinstance(error, AuthenticationError) and "token_file" in spellings:
-        found = str(error).partition("; allowed: ")[0]  # the rest speaks of metadata
-        flag = spellings["token_file"]
-        return f"{found}; allowed: a token of this cluster, by {flag} or {TOKEN_VARIABLE}"
+        return f"{error} (by {spellings['token_file']} or {TOKEN_VARIABLE})"
     if isinstance(error, TlsError):
         return told_with_flag(error, spellings.get(error.field.removeprefix("tls."), ""))
     told = str(error)

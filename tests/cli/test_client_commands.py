@@ -313,16 +313,17 @@ def test_who_is_refused_for_want_of_room_is_told_when_to_try_again():
 
 @pytest.mark.parametrize("found", ["the call has no token", "the token is unknown"])
 def test_a_refused_token_is_told_by_the_ways_to_give_one(found):
+    told = f"{found}; allowed: `authorization: Bearer TOKEN` with a token of this cluster"
+
     async def refuse(request, context):
-        told = f"{found}; allowed: `authorization: Bearer TOKEN` with a token of this cluster"
         await abort(context, grpc.StatusCode.UNAUTHENTICATED, told)
         yield
 
     with serving_in_thread(refuse) as (address, _):
         result = run_main("generate", "x", "--address", address)
 
-    allowed = "a token of this cluster, by --token-file or PAGEWIRE_TOKEN"
-    assert (result.returncode, result.stderr) == (1, f"error: {found}; allowed: {allowed}\n")
+    ways = "(by --token-file or PAGEWIRE_TOKEN)"
+    assert (result.returncode, result.stderr) == (1, f"error: {told} {ways}\n")
 
 
 def test_a_lost_router_is_told_at_once_on_standard_error():
