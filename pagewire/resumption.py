@@ -261,12 +261,10 @@ class ResumableCall:
         if self._lost is None or not self._received or not is_refused:
             return error
         violations = error.violations if isinstance(error, InvalidRequestError) else ()
-        if not any(each.field.split(".")[0] == "resume" for each in violations):
-            why = f"it serves otherwise: {error}"
-        elif "expired" in error.message:
-            why = "its call began too long ago"
+        if any(each.field.split(".")[0] == "resume" for each in violations):
+            why = "its call began too long ago, or the cluster that served it is gone"
         else:
-            why = "the cluster that served it is gone"
+            why = f"it serves otherwise: {error}"
         told = (
             f"{self._lost}; the router at {self._address} cannot continue the answer: {why}. What "
             "has arrived of it is all that there is; start again for a whole one"

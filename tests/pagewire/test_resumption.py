@@ -252,7 +252,7 @@ def test_other_ends_than_the_loss_of_a_router_are_told_at_once():
 @pytest.mark.parametrize(
     ("field", "found", "why"),
     [
-        ("resume.token", "one that expired 5 s ago", "its call began too long ago"),
+        ("resume.token", "one that expired 5 s ago", "its call began too long ago, or"),
         ("resume.token", "one that does not fit the request", "that served it is gone"),
         ("resume", "a resumption", "that served it is gone"),
         ("prompt", "8 tokens", "serves otherwise: prompt: found 8 tokens"),
