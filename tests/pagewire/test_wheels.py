@@ -340,7 +340,7 @@ def test_without_the_engine_routers_and_gateways_start_and_the_rest_says_what_is
     started = [
         light.run_until("ready: |waiting for", pagewire, *each) for each in (router, gateway)
     ]
-    serve = light.run(pagewire, "serve", "--model", "model", "--insecure")
+    serve = light.run(pagewire, "serve", "--config", "cluster.yaml", "--http-port", "0")
 
     assert name == "pagewire"
     assert "for the cluster at 127.0.0.1:1" in started[0]
