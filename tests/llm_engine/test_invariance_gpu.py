@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from threading import Event, Thread
@@ -24,6 +25,7 @@ from llm_engine.decode_triton import Recordable, few_rows
 from llm_engine.device_runner import DeviceRunner
 from llm_engine.engine import Engine
 from llm_engine.engine_step import EngineStep
+from llm_engine.forward_batch import HostBatch
 from llm_engine.host_runner import HostRunner
 from llm_engine.load_engine import load_engine
 from llm_engine.sampling import Draw, SamplingParams
@@ -37,7 +39,7 @@ pytestmark = [
 
 VOCAB_SIZE = 4099  # no multiple of a tile
 NUM_TOKENS = 64
-LENS = [1, 2, 15, 16, 17, 63, 64, 65, 127, 200, 255, 256, 300, 511, 700, 1100]
+LENS = [1, 2, 15, 16, 17, 63, 64, 65, 127, 200, 255, 256, 300, 511, 700, 1100, 3201]
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
 SAMPLING = [
     SamplingParams(max_tokens=NUM_TOKENS, seed=1),
@@ -108,21 +110,38 @@ def assert_same(
         assert not len(different), f"prompt of {len(each.prompt)}: positions {different.tolist()}"
 
 
+def count_passes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count steps that decode and compute slices from now on, by whether they have one pass."""
+    found: Counter[str] = Counter()
+    send_beside = DeviceRunner._send_beside
+
+    def counted(self: DeviceRunner, step: EngineStep, batch: HostBatch | None) -> Any:
+        sent = send_beside(self, step, batch)
+        if step.decodes and batch is not None:
+            found["two" if sent is None else "one"] += 1
+        return sent
+
+    monkeypatch.setattr(DeviceRunner, "_send_beside", counted)
+    return found
+
+
 @pytest.mark.parametrize("sampling", ["greedy", "seeded"])
 def test_tokens_and_pages_do_not_depend_on_batch_chunks_or_resumption(
-    engine: Engine, sampling: str
+    engine: Engine, sampling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sequences = sequences_for(engine, sampling)
+    num_steps = count_passes(monkeypatch)
     assert engine.config.dtype == "bfloat16"
 
     run(engine, sequences)
 
     expected = [result_of(engine, each) for each in sequences]
     assert len({tuple(tokens) for tokens, _ in expected}) == len(LENS)
-    for chunk_size in (7, 64, 333):
+    for chunk_size in (7, 64, 333, 1050):
         forget(engine, sequences, 0)
         run(engine, sequences, chunk_size=chunk_size)
         assert_same(engine, sequences, expected)
+    assert set(num_steps) == {"one", "two"}, "chunks beside decodes had only passes of one kind"
     for num_kept in (1, 2, 17, 40, 63):
         for chunk_size in (10**6, 129):
             forget(engine, sequences, num_kept)
