@@ -1,10 +1,12 @@
 """How prompt chunks adapt to the time that steps take."""
 
+import math
 from statistics import median
 
 import pytest
 
 from decode_worker.chunk_budget import ChunkBudget
+from llm_engine.engine_api import FULL_SHARE
 
 PAGE = 16
 MAX_TOKENS = 2048
@@ -116,6 +118,25 @@ def test_the_short_end_of_a_prompt_tells_nothing() -> None:
     engine.step(1)
 
     assert engine.budget.num_tokens == before
+
+
+@pytest.mark.parametrize("room", [21.4, 85.4, 256.4])
+def test_the_smallest_full_pass_shows_that_more_would_fit(room: float) -> None:
+    engine = Engine(decode_s=0.005, token_s=0.025 / room, budget_s=0.03)
+
+    def smallest_full_pass() -> int:
+        return math.ceil(FULL_SHARE * engine.budget.num_tokens)
+
+    engine.step(0)
+    for _ in range(20):
+        engine.step(smallest_full_pass())
+    assert engine.budget.num_tokens == int(room)
+
+    engine.token_s /= 4
+    for _ in range(20):
+        engine.step(smallest_full_pass())
+
+    assert engine.budget.num_tokens >= 4 * int(room)
 
 
 def test_more_decodes_leave_less() -> None:
