@@ -95,9 +95,12 @@ class DeviceRunner:
             return most
         rows = self._rows_beside(num_decodes)
         beside = self._prompts.sizes_behind(rows) if rows else ()
-        alone = (each for each in self._prompts.sizes if each > max(beside, default=0))
-        full = max((each for each in (*beside, *alone) if each <= most), default=0)
-        return full if full >= FULL_SHARE * most else most
+        alone = [each for each in self._prompts.sizes if each > max(beside, default=0)]
+        for sizes in (beside, alone):  # one pass rather than two, which read the weights twice
+            full = max((each for each in sizes if each <= most), default=0)
+            if full >= FULL_SHARE * most:
+                return full
+        return most
 
     def launch(self, step: EngineStep) -> ReadResult:
         batch = build_host_batch(step.slices, self._page_size) if step.slices else None
