@@ -180,7 +180,7 @@ class Scheduler:
             decodes, computing = [], []
         started, extended = self._seats.tell(decodes)
         chunk_tokens = max_tokens - len(decodes)
-        if decodes:
+        if decodes and computing:
             chunk_tokens = min(chunk_tokens, self._chunk_budget.num_tokens)
             chunk_tokens = self._full_pass(len(decodes), chunk_tokens)
         limit_s = self._config.max_overtaken_s

@@ -520,10 +520,12 @@ def test_a_step_with_decodes_computes_prompt_tokens_of_a_full_pass() -> None:
         return most - 1
 
     scheduler = scheduler_with(num_pages=64, full_pass=full_pass)
-    scheduler.submit(replace(prompt_request(1, 2, 3), candidates=()))
+    first = prompt_request(1, 2, 3)
+    scheduler.submit(replace(first, candidates=(), params=replace(first.params, max_tokens=3)))
     drawn = (SampledToken(token_id=4),)
     scheduler.complete_step(scheduler.next_step(), StepResult(decodes=[], slices=[drawn]))
-    assert asked == [], "nothing decoded"
+    scheduler.complete_step(scheduler.next_step(), StepResult(decodes=[drawn[0]], slices=[]))
+    assert asked == [], "no step had both"
     scheduler.submit(replace(prompt_request(*range(100, 120)), candidates=()))
 
     plan = scheduler.next_step()
