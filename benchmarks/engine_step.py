@@ -102,10 +102,11 @@ PROMPTS = (
     Prompts(2048, 30_720),
 )
 
-# Sequences of 1,024 tokens that decode, and prompt tokens after 1,024 others
+# Sequences of 1,024 tokens that decode, and prompt tokens after 1,024 others; 1,024 of these, which
+# have a pass of their own
 BESIDE = (
     *((16, 1), (16, 64), (16, 256)),
-    *((64, 4), (64, 64), (64, 256), (64, 512), (64, 960)),
+    *((64, 4), (64, 64), (64, 256), (64, 512), (64, 960), (64, 1024)),
     *((192, 832), (256, 16)),
 )
 BESIDE_CONTEXT = 1024
