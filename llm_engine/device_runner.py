@@ -105,7 +105,7 @@ class DeviceRunner:
     def launch(self, step: EngineStep) -> ReadResult:
         batch = build_host_batch(step.slices, self._page_size) if step.slices else None
         # Decodes go first: as a recording they launch at once, and keep the device busy while the
-        # host launches the slices kernel by kernel. Few tokens of slices go with them.
+        # host launches the slices. Up to about a thousand tokens of slices go with them.
         beside = self._send_beside(step, batch)
         read_decodes, hidden_TD = self._launch_decodes(step, beside)
         if batch is not None and beside is None:
