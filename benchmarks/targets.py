@@ -224,7 +224,7 @@ def _kills(files: Sequence[str], transport: str) -> Iterator[Outcome]:
     lost = sum(row["lost_requests"] + row["wrong_tokens"] for row in rows)
     for what, target, found, unit in (
         ("transfers given up, longest", 2, max(quiet), "s"),
-        ("pages move again after the new worker's start, longest", 3, max(usable), "s"),
+        ("pages move again after the new worker is ready, longest", 3, max(usable), "s"),
         ("lost requests and wrong tokens", 0, lost, ""),
     ):
         what = f"{len(rounds)} kills over {transport}: {what}"
