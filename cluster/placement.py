@@ -152,6 +152,11 @@ def gateways(names: Iterable[str]) -> list[str]:
     return sorted(own, key=_number)
 
 
+def told_name(actor: str) -> str:
+    """Return the name by which users know an actor."""
+    return GATEWAY_NAME if gateways([actor]) else actor
+
+
 def successor_of(gateway: str) -> str:
     """Return the name of the next gateway."""
     return f"{GATEWAY_NAME}-{_number(gateway) + 1}"

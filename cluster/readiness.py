@@ -9,6 +9,7 @@ import ray
 
 from cluster.attach import ask
 from cluster.errors import StartError
+from cluster.placement import told_name
 from llm_engine.load_progress import ReportLoaded
 from observability.last_line import last_line
 from pagewire import Client, ClusterStatus, PagewireError, Tls
@@ -59,14 +60,14 @@ def wait_ready(
         if not done and time.monotonic() < deadline:
             continue
         if not done:
-            missing = [names[call] for call in waiting]
+            missing = [told_name(names[call]) for call in waiting]
             raise StartError(_diagnosis(missing, timeout_s))
         name = names[done[0]]
         try:
             addresses[name] = ray.get(done[0])
         except ray.exceptions.RayError as error:
-            raise StartError(f"{name} did not start: {last_line(error)}") from error
-        say(f"{name} is ready, {len(addresses)} of {len(names)}")
+            raise StartError(f"{told_name(name)} did not start: {last_line(error)}") from error
+        say(f"{told_name(name)} is ready, {len(addresses)} of {len(names)}")
     return addresses
 
 

@@ -644,6 +644,19 @@ def test_a_start_that_takes_too_long_names_who_is_missing_and_what_to_do(
     )
 
 
+def test_a_start_tells_of_the_gateway_by_the_name_that_restart_takes(monkeypatch):
+    monkeypatch.setattr(ray, "wait", lambda calls, num_returns, timeout: (calls[:1], calls[1:]))
+    monkeypatch.setattr(ray, "get", lambda call: call.address)
+    said = []
+
+    addresses = readiness.wait_ready(
+        {FIRST_GATEWAY: FakeActor("h:1")}, time.monotonic() + 5.0, 90.0, said.append, lambda: None
+    )
+
+    assert addresses == {FIRST_GATEWAY: "h:1"}
+    assert said == ["http-gateway is ready, 1 of 1"]
+
+
 @pytest.mark.parametrize(
     ("late", "words"),
     [
