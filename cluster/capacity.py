@@ -166,8 +166,10 @@ def memory_account(
         each = (
             f"{format_bytes(max(pages))} for pages each, as {option} is {getattr(config, option)}"
         )
+    num_workers = sum(workers.values())
+    need = "1 worker needs" if num_workers == 1 else f"{num_workers} workers need"
     return (
-        f"{sum(workers.values())} workers need about "
+        f"{need} about "
         f"{format_bytes(host_bytes(needs, config, workers))}, with {each}; "
         f"{format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} are free"
     )

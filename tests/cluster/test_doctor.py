@@ -324,6 +324,8 @@ def test_workers_that_do_not_fit_into_memory_are_found(model_dir):
     small = replace(CPU_HOST, memory=memory)
 
     assert findings(small, model=model_dir, prefill=1, decode=1)["memory"].level == "ok"
+    one = findings(small, model=model_dir, prefill=0, decode=1)["memory"]
+    assert one.found.startswith("1 worker needs about")
     many = findings(small, model=model_dir, prefill=4, decode=4)["memory"]
     assert many.level == "warn"
     assert "8 workers need about" in many.found
