@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import yaml
+from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
 from options.option import told_value
@@ -71,7 +72,10 @@ def parse_yaml(text: str) -> tuple[Any, Lines]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        raise YamlError(f"{place}: is not plain YAML: {error.problem}") from error
+        problem = str(error.problem)
+        if isinstance(error, ComposerError) and error.context:  # of which it is the other half
+            problem = f"{error.context}, {problem}"
+        raise YamlError(f"{place}: is not plain YAML: {problem}") from error
     except yaml.YAMLError as error:  # a character that YAML forbids
         raise YamlError(f": is not plain YAML: {' '.join(str(error).split())}") from error
     except RecursionError:

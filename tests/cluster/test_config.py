@@ -403,6 +403,14 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("prefill: [", ["cluster.yaml, line 1, column 11: is not plain YAML: expected the node"]),
         ("model: !!python/name:os.system", ["line 1, column 8: is not plain YAML: could not"]),
         ("router: !!map [1]", ["line 1, column 9: is not plain YAML: expected a mapping node"]),
+        (
+            "port: 1\n---\nport: 2",
+            ["line 2, column 1: is not plain YAML: expected a single document in the stream, but"],
+        ),
+        (
+            "host: &a x\nmodel: &a y",
+            ["line 2, column 8: is not plain YAML: found duplicate anchor"],
+        ),
         ("model: \x01", ["cluster.yaml: is not plain YAML: unacceptable character #x0001"]),
         ("router: &a {b: *a}", ["cluster.yaml: has a mapping that contains itself, by an anchor"]),
         ("model: " + "[" * 1000, ["cluster.yaml: is nested too deeply"]),
