@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from datetime import date
 from typing import Any, NamedTuple
 
 import yaml
@@ -95,6 +96,8 @@ def told_found(value: object, written: str = "") -> str:
     """
     if isinstance(value, bool) and written.lower() not in ("", told_value(value)):
         return f"{written}, which YAML takes for {told_value(value)}"
+    if isinstance(value, date):
+        return f"{written or value}, which YAML takes for a date"
     return "nothing" if value is None else told_value(value)
 
 

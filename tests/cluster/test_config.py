@@ -273,6 +273,10 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ("prefill: true", ["prefill: found true; allowed: an integer, 0 to 1024"]),
         ("prefill: yes", ["prefill: found yes, which YAML takes for true; allowed: an integer"]),
         ("prefill: Off", ["prefill: found Off, which YAML takes for false; allowed: an integer"]),
+        (
+            "served_model_name: 2026-11-29",
+            ["served_model_name: found 2026-11-29, which YAML takes for a date; allowed: a text"],
+        ),
         ("start_timeout_s: .nan", ["start_timeout_s: found nan; allowed: a finite number above 0"]),
         ("served_model_name: 8", ["served_model_name: found 8; allowed: a text of at most 1024"]),
         ("served_model_name: [a]", ["served_model_name: found ['a']; allowed: a text of at most"]),
