@@ -397,6 +397,8 @@ def test_defaults_of_a_command_see_what_is_given(tmp_path):
         ),
         ("ports: 1", ["did you mean port?"]),
         ("loglevel: info", ["did you mean log_level?"]),
+        ("tls: {key: x}", ["did you mean tls.key_file?"]),
+        ("front_tls: {authority: x}", ["front_tls.authority: found an unknown option; allowed"]),
         ("prefill: {heartbeat: 1}", ["did you mean prefill_worker.heartbeat_s?"]),
         ("decode: {heartbeat_s: 1}", ["did you mean decode_worker.heartbeat_s?"]),
         (
