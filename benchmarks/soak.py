@@ -7,11 +7,11 @@
 
 Rounds follow each other. In each, requests come over some seconds: chats about shared documents,
 long and short prompts, greedy and seeded, and clients that leave in the middle of an answer. In its
-middle a worker is killed, of each pool in turn. A round ends when all answers have ended and all
-workers are ready and idle again. Then no page may be in use, and some of the answers are read once
-more: their tokens are what they must have been. Memory of processes that nobody killed, and of
-GPUs, is noted at the end of each round; `*_growth_mib` compares the last rounds with the first ones
-after the warm-up.
+middle a worker is killed, of each pool in turn, or of those that --kill names. A round ends when
+all answers have ended and all workers are ready and idle again. Then no page may be in use, and
+some of the answers are read once more: their tokens are what they must have been. Memory of
+processes and of GPUs is noted at the end of each round; `*_growth_mib` compares the last rounds
+with the first ones after the warm-up, of processes that nobody killed and of GPUs.
 """
 
 import os
@@ -49,6 +49,7 @@ DOCUMENTS, DOCUMENT_TOKENS = 4, 4096  # that chats of all rounds are about
 TEMPERATURE = 0.9  # of every second request
 CHECKED = 12  # answers of a round that are read again
 LASTING = {"router": "router-0", "controller": "pagewire-controller"}  # that nobody kills
+POOLS = ("prefill", "decode")
 WARM_ROUNDS = 2  # in which caches, pools and recordings fill
 MIB = 2**20
 # A decode worker may be alone, and its streams wait until it has loaded its weights again.
@@ -141,7 +142,7 @@ def play_round(load: Load, victim: str, run: Run) -> Row:
         "pages_moved": work["pages_moved"],
         "pages_cached": {each.worker_id: each.pages.cached for each in workers},
         "pages_free": {each.worker_id: each.pages.free for each in workers},
-        "memory_mib": _memory_mib(run),
+        "memory_mib": _memory_mib(workers, run),
         "gpu_memory_mib": _gpu_memory_mib(workers, run),
     }
 
@@ -155,9 +156,10 @@ def _wrong_tokens(pairs: Sequence[tuple[StreamSpec, StreamRecord]], run: Run) ->
     )
 
 
-def _memory_mib(run: Run) -> dict[str, int]:
-    """Return the resident memory of processes that nobody kills."""
-    pids = {name: run.cluster.pid(actor) for name, actor in LASTING.items()}
+def _memory_mib(workers: Collection[WorkerStatus], run: Run) -> dict[str, int]:
+    """Return the resident memory of each process."""
+    actors = LASTING | {each.worker_id: each.worker_id for each in workers}
+    pids = {name: run.cluster.pid(actor) for name, actor in actors.items()}
     return {name: psutil.Process(pid).memory_info().rss // MIB for name, pid in pids.items()}
 
 
@@ -179,7 +181,7 @@ def sum_up(rounds: Mapping[str, Row]) -> list[Row]:
         found[name] = sum(each[name] for each in rows)
     settled = rows[WARM_ROUNDS:]
     if len(settled) >= 4:
-        for name in LASTING:
+        for name in rows[0]["memory_mib"].keys() - {each["victim"] for each in rows}:
             found[f"{name}_growth_mib"] = _growth([each["memory_mib"][name] for each in settled])
         for worker in rows[0]["gpu_memory_mib"]:
             # One that was just killed has not filled its memory yet.
@@ -196,11 +198,14 @@ def _growth(values: Sequence[float]) -> float:
     return round(percentile(values[-quarter:], 50) - percentile(values[:quarter], 50), 1)
 
 
-def soak(run: Run, results: ResultFile, minutes: float, streams: int) -> None:
-    """Play rounds of so many streams until so many minutes have passed."""
+def soak(
+    run: Run, results: ResultFile, minutes: float, streams: int, pools: tuple[str, ...]
+) -> None:
+    """Play rounds of so many streams until so many minutes have passed; kill workers of pools."""
     load = Load(run.seeds, run.sizes, streams)
     ends_at = time.monotonic() + 60 * minutes
-    victims = cycle(sorted(newest_workers(run.cluster.status()), reverse=True))
+    workers = newest_workers(run.cluster.status())
+    victims = cycle(sorted((name for name in workers if name.startswith(pools)), reverse=True))
     number = 0
     while time.monotonic() < ends_at:
         number += 1
@@ -214,6 +219,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=160, help="streams of a round")
     parser.add_argument("--prefill", type=int, default=2, help="prefill workers")
     parser.add_argument("--decode", type=int, default=2, help="decode workers")
+    parser.add_argument(
+        "--kill", nargs="+", choices=POOLS, default=POOLS, help="pools whose workers are killed"
+    )
     options = parser.parse_args()
     end_in_order()
     spec = ClusterSpec(
@@ -231,7 +239,7 @@ def main() -> None:
     try:
         with start(spec, name, clock) as cluster, ClientProcesses(options.clients) as clients:
             run = Run(cluster, clients, SCALES[options.scale], clock)
-            soak(run, results, options.minutes, options.streams)
+            soak(run, results, options.minutes, options.streams, tuple(options.kill))
     except OutOfTime:
         say("the deadline has passed")
     except CaseFailed as error:
