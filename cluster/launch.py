@@ -53,7 +53,7 @@ from cluster.private_folder import RayToken, private_folder
 from cluster.ray_actors import NAMESPACE
 from cluster.ray_hosts import check_hosts
 from cluster.ray_node import only_what_a_cluster_uses
-from cluster.ray_sessions import remove_ended_sessions
+from cluster.ray_sessions import remove_ended_sessions, session_logs
 from cluster.readiness import (
     LoadWatch,
     cluster_resources,
@@ -445,13 +445,12 @@ def start_local_ray(
         raise StartError(f"cannot start Ray on this host: {error}") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    local_ray = LocalRay(token, temp_dir / "session_latest" / "logs")
     host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     if not is_loopback(host):
         shut_down_ray()
-        local_ray.close()
+        token.remove()
         raise StartError(f"Ray listens on {host}, which others reach; call prepare_ray earlier")
-    return local_ray
+    return LocalRay(token, session_logs())
 
 
 def shut_down_ray() -> None:

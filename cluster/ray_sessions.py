@@ -9,9 +9,19 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import ray
 
 CLOCKS_S = 60.0  # by which the clocks of files and processes may differ
 ANSWER_TIMEOUT_S = 0.5  # of a process of Ray that listens
+
+
+def session_logs() -> Path:
+    """Return the folder of the logs of the attached Ray, which has the same name on each host.
+
+    `session_latest` would be that of the Ray which this user started last.
+    """
+    context = ray.get_runtime_context()
+    return Path(context.get_temp_dir()) / context.get_session_name() / "logs"
 
 
 def remove_ended_sessions(folder: Path) -> None:

@@ -10,6 +10,7 @@ import ray
 from cluster.attach import ask
 from cluster.errors import StartError
 from cluster.placement import told_name
+from cluster.ray_sessions import session_logs
 from llm_engine.load_progress import ReportLoaded
 from observability.last_line import last_line
 from pagewire import Client, ClusterStatus, PagewireError, Tls
@@ -116,8 +117,7 @@ def _diagnosis(missing: list[str], timeout_s: float) -> str:
         gpus = f" {free.get('GPU', 0):.0f} of {num_gpus:.0f} GPUs are free;"
     return (
         f"{', '.join(missing)} not ready after {timeout_s:.0f} s;{gpus} see the logs of the Ray "
-        f"session ({ray.get_runtime_context().get_temp_dir()}/session_latest/logs on each host), "
-        "or raise --start-timeout-s"
+        f"session ({session_logs()} on each host), or raise --start-timeout-s"
     )
 
 

@@ -627,8 +627,8 @@ def test_a_start_that_takes_too_long_names_who_is_missing_and_what_to_do(
 
     monkeypatch.setattr(ray, "wait", wait)
     monkeypatch.setattr(ray, "get", lambda call: call.address)
-    folders = SimpleNamespace(get_temp_dir=lambda: "/tmp/somewhere")
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: folders)
+    session = SimpleNamespace(get_temp_dir=lambda: "/tmp/a", get_session_name=lambda: "session_b")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: session)
     monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
     monkeypatch.setattr(ray, "available_resources", lambda: {"GPU": 1.0} if resources else {})
     actors = {"router-0": FakeActor("h:1"), "prefill-0": FakeActor(), "decode-0": FakeActor()}
@@ -640,7 +640,7 @@ def test_a_start_that_takes_too_long_names_who_is_missing_and_what_to_do(
     assert said == ["router-0 is ready, 1 of 3"]
     assert str(caught.value) == (
         f"prefill-0, decode-0 not ready after 90 s;{gpus} see the logs of the Ray session "
-        "(/tmp/somewhere/session_latest/logs on each host), or raise --start-timeout-s"
+        "(/tmp/a/session_b/logs on each host), or raise --start-timeout-s"
     )
 
 
