@@ -58,8 +58,8 @@ class AsyncClient:
     on, and the other call is cancelled. It costs the cluster up to twice the work.
 
     `on_router_lost` is called when a stream that has begun loses its router, with the router's
-    address and for how many seconds the stream looks for another one: in the event loop, at once,
-    and it may not raise.
+    address and for how many seconds the stream looks for another one: in the event loop, which logs
+    what it raises.
 
     Unread output of a stream waits in memory, at most the rest of its answer, and delays no other
     call.

@@ -68,7 +68,8 @@ class ResumableCall:
         resume_s: How long to look for another router after each loss; 0: not at all.
         interval_s: Tokens that arrive within it share a message.
         on_router_lost: Called for each loss of a router after the first message with its address,
-            and for how many seconds the call looks for another one; may not raise.
+            and for how many seconds the call looks for another one; the event loop logs what it
+            raises.
 
     Raises:
         ClosedError: The client was closed, or belongs to another event loop or process.
@@ -238,7 +239,8 @@ class ResumableCall:
             self._end(self._lost)
             return
         if is_new and self._received and self._on_router_lost:
-            self._on_router_lost(self._address, ends_at - now)
+            # Not from here: what it raises would end the reader of all calls of the stream.
+            self._loop.call_soon(self._on_router_lost, self._address, ends_at - now)
         if failure.is_unready:
             self._routers.pass_over(self._address)
         else:

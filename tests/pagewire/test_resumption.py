@@ -360,6 +360,23 @@ def test_calls_other_than_generations_go_to_the_next_router_once():
     asyncio.run(scenario())
 
 
+def test_what_a_callback_raises_is_logged_and_holds_no_call_back(caplog):
+    def crash(address, patience_s):
+        raise RuntimeError("planted")
+
+    async def scenario():
+        async with (
+            serving(begins(dies=stops)) as (one, _),
+            serving(goes_on) as (two, _),
+            AsyncClient([one, two], on_router_lost=crash) as client,
+        ):
+            return await client.generate("p", n=2, timeout_s=20.0)
+
+    assert asyncio.run(scenario()).choices[0].text == "äbcde"
+    [logged] = [each for each in caplog.records if each.exc_info]
+    assert str(logged.exc_info[1]) == "planted"
+
+
 def test_the_sync_client_goes_on_too():
     with (
         serving_in_thread(begins(dies=stops)) as (one, _),
