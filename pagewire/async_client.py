@@ -275,7 +275,7 @@ class AsyncClient:
 
 
 class AsyncStream:
-    """The deltas of one call, for one reader.
+    """The deltas of one call, for one reader at a time: a second one gets a RuntimeError.
 
     Leaving the `async with` block early cancels the call. A stream that its reader cancels just
     ends; any other end before the last delta raises a PagewireError.
@@ -359,9 +359,15 @@ class _Inbox:
         self.ended(None)
 
     def wait(self) -> "asyncio.Future[None] | None":
-        """Return what to wait for before another look; None: `take` knows what comes next."""
+        """Return what to wait for before another look; None: `take` knows what comes next.
+
+        Raises:
+            RuntimeError: Another reader waits.
+        """
         if self._messages or self.is_closed:
             return None
+        if self._waiter is not None and not self._waiter.done():  # nothing would wake it any more
+            raise RuntimeError("stream: found a second reader that waits; allowed: one at a time")
         self._waiter = asyncio.get_running_loop().create_future()
         return self._waiter
 

@@ -198,7 +198,7 @@ class Client:
 
 
 class Stream:
-    """The deltas of one call, for one reader.
+    """The deltas of one call, for one reader at a time: a second one gets a RuntimeError.
 
     Leaving the `with` block early cancels the call. A stream that its reader or another thread
     cancels just ends; any other end before the last delta raises a PagewireError.

@@ -64,6 +64,20 @@ def test_a_stream_that_another_task_cancels_ends_for_its_waiting_reader():
     assert run(never_ends, work) == []
 
 
+def test_a_second_reader_of_a_stream_is_refused_while_the_first_one_waits():
+    async def work(client, service):
+        async with client.stream("x") as stream:
+            assert (await anext(stream)).text == "a"
+            first = asyncio.create_task(anext(stream, None))
+            await asyncio.sleep(0.05)
+            with pytest.raises(RuntimeError, match="stream: found a second reader"):
+                await asyncio.wait_for(anext(stream), WAIT_S)
+            stream.cancel()
+            return await asyncio.wait_for(first, WAIT_S)
+
+    assert run(never_ends, work) is None
+
+
 def test_closing_the_client_ends_its_calls_with_closed_error():
     async def work(client, service):
         stream = client.stream("x")
