@@ -167,7 +167,9 @@ def check_sampling(options: Mapping[str, object]) -> dict[str, Any]:
     for name, value in options.items():
         check = _OPTIONS.get(name)
         if check is None:
-            found = "an unknown option" + did_you_mean(name, _OPTIONS)
+            is_form = name in _CONSTRAINTS
+            hint = f" (did you mean constraint={{{name!r}: ...}}?)" if is_form else ""
+            found = "an unknown option" + (hint or did_you_mean(name, _OPTIONS))
             wrong.append(refused(f"sampling.{name}", found, ", ".join(_OPTIONS)))
         elif value is not None:
             try:

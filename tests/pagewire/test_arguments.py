@@ -222,6 +222,8 @@ def test_unknown_options_are_refused_with_the_known_ones():
         check_sampling({"temprature": 1.0})
     with pytest.raises(InvalidRequestError, match=r"option \(did you mean 'temperature'\?\); "):
         check_sampling({"temprature": 1.0})
+    with pytest.raises(InvalidRequestError, match=r"did you mean constraint=\{'regex': \.\.\.\}"):
+        check_sampling({"regex": "a+"})
 
 
 @pytest.mark.parametrize("kind", [AsyncClient, Client])
