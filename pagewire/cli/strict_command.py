@@ -22,6 +22,9 @@ from pagewire.arguments import SAMPLING, TOKEN_VARIABLE, check_sampling, check_t
 # A field of a request, or of `tls`, that a parameter of its name sets.
 _FIELD = re.compile(r"(?:sampling\.|tls\.)?(\w+)(?:\.text|\[\d+\])?", re.ASCII)
 
+# Names that commands have for the address of a router.
+_OTHER_NAMES = {"--router": "--address", "--address": "--router"}
+
 
 class StrictCommand(TyperCommand):
     """Refuses options given twice, says what is allowed, and names flags for a request's fields.
@@ -32,7 +35,13 @@ class StrictCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as usual, but add these errors; all end with exit code 2."""
-        given, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        try:
+            given, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        except Exception as error:  # an unknown option has a private class of typer
+            other = _OTHER_NAMES.get(getattr(error, "option_name", ""))
+            if any(other in each.opts for each in self.params):
+                error.possibilities = [other]  # type: ignore[attr-defined]
+            raise
         seen = set()
         parameter: Any  # of a private class of typer
         for parameter in order:

@@ -343,6 +343,13 @@ def test_a_lost_router_is_told_at_once_on_standard_error():
     assert result.stderr.startswith(told)
 
 
+def test_the_name_that_a_gateway_has_for_an_address_leads_to_the_one_here():
+    result = run_main("generate", "x", "--router", "localhost:1")
+
+    assert result.returncode == 2
+    assert "No such option: --router (Possible options: --address)" in result.stderr
+
+
 @pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND])
 def test_what_the_router_says_of_fields_is_told_by_the_flags_that_set_them(code):
     lines = [

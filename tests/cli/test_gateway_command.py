@@ -168,6 +168,7 @@ def test_a_separate_gateway_sends_its_spans_and_the_last_ones_as_it_stops():
             "--http-gateway-allow-origins: found 'x'; allowed: origins",
         ),
         (["--prefill", "2"], "No such option: --prefill"),
+        (["--address", "h:1"], "No such option: --address (Possible options: --router)"),
     ],
 )
 def test_wrong_options_end_it_with_words(arguments, words):
