@@ -51,6 +51,7 @@ CHECKED = 12  # answers of a round that are read again
 LASTING = {"router": "router-0", "controller": "pagewire-controller"}  # that nobody kills
 POOLS = ("prefill", "decode")
 WARM_ROUNDS = 2  # in which caches, pools and recordings fill
+LEAST_ENDS = 2  # rounds at each end that are compared, which share none
 MIB = 2**20
 # A decode worker may be alone, and its streams wait until it has loaded its weights again.
 OPTIONS = {"router.resume_wait_s": 180.0, "router.worker_wait_s": 180.0}
@@ -180,21 +181,26 @@ def sum_up(rounds: Mapping[str, Row]) -> list[Row]:
     for name in (*names, "decode_prompt_tokens", "pages_moved"):
         found[name] = sum(each[name] for each in rows)
     settled = rows[WARM_ROUNDS:]
-    if len(settled) >= 4:
-        for name in rows[0]["memory_mib"].keys() - {each["victim"] for each in rows}:
-            found[f"{name}_growth_mib"] = _growth([each["memory_mib"][name] for each in settled])
-        for worker in rows[0]["gpu_memory_mib"]:
-            # One that was just killed has not filled its memory yet.
-            values = [
-                each["gpu_memory_mib"][worker] for each in settled if each["victim"] != worker
-            ]
-            found[f"gpu_of_{worker}_growth_mib"] = _growth(values)
+    noted = {
+        name: [each["memory_mib"][name] for each in settled]
+        for name in rows[0]["memory_mib"].keys() - {each["victim"] for each in rows}
+    }
+    for worker in rows[0]["gpu_memory_mib"]:
+        # One that was just killed has not filled its memory yet.
+        noted[f"gpu_of_{worker}"] = [
+            each["gpu_memory_mib"][worker] for each in settled if each["victim"] != worker
+        ]
+    found |= {
+        f"{name}_growth_mib": _growth(values)
+        for name, values in noted.items()
+        if len(values) >= 2 * LEAST_ENDS
+    }
     return [found]
 
 
 def _growth(values: Sequence[float]) -> float:
     """Return by how much the last quarter is above the first one, in the median."""
-    quarter = max(len(values) // 4, 2)
+    quarter = max(len(values) // 4, LEAST_ENDS)
     return round(percentile(values[-quarter:], 50) - percentile(values[:quarter], 50), 1)
 
 

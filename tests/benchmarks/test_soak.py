@@ -1,0 +1,45 @@
+"""What the rounds of a soak say together."""
+
+from benchmarks.soak import WARM_ROUNDS, sum_up
+from benchmarks.stream_statistics import Row
+
+COUNTED = ("streams", "left", "lost_requests", "wrong_tokens", "resumed", "tokens")
+
+
+def rounds_of(*victims: str) -> dict[str, Row]:
+    """Rounds in which each memory grows by 10 MiB."""
+    return {
+        f"round/{number:03}": {
+            "victim": victim,
+            "seconds": 30.0,
+            **dict.fromkeys((*COUNTED, "decode_prompt_tokens", "pages_moved"), 1),
+            "memory_mib": {"router": 10 * number, "decode-0": 5, "prefill-0": 10 * number},
+            "gpu_memory_mib": {"decode-0": 10 * number, "prefill-0": 10 * number},
+        }
+        for number, victim in enumerate(victims)
+    }
+
+
+def test_the_last_quarter_of_rounds_is_compared_with_the_first_one() -> None:
+    [found] = sum_up(rounds_of(*["prefill-0", "decode-0"] * 5))
+
+    assert (found["rounds"], found["streams"], found["minutes"]) == (10, 10, 5.0)
+    assert found["router_growth_mib"] == 60.0  # of rounds 3 to 10: 9 and 10 beside 3 and 4
+    # Each was killed in every second one: of the four others, the last two beside the first two.
+    assert found["gpu_of_decode-0_growth_mib"] == found["gpu_of_prefill-0_growth_mib"] == 40.0
+    assert "decode-0_growth_mib" not in found
+
+
+def test_rounds_that_are_too_few_to_compare_say_nothing_of_growth() -> None:
+    [found] = sum_up(rounds_of(*["prefill-0", "decode-0"] * 3))
+
+    assert {each for each in found if "growth" in each} == {"router_growth_mib"}
+    [found] = sum_up(rounds_of(*["decode-0"] * (WARM_ROUNDS + 3)))
+    assert not any("growth" in each for each in found)
+
+
+def test_a_worker_that_every_round_has_killed_has_no_growth() -> None:
+    [found] = sum_up(rounds_of(*["decode-0"] * 8))
+
+    names = {"router_growth_mib", "prefill-0_growth_mib", "gpu_of_prefill-0_growth_mib"}
+    assert {each for each in found if "growth" in each} == names
