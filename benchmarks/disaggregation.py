@@ -111,9 +111,10 @@ def move_again(length: int, run: Run) -> Row:
         **two_tokens(waves),
         "own_tokens": length,
         **counted,
-        "receive_gb_per_s": round(
-            work["bytes_moved"] / len(waves) / counted["receive_ms"] / 1e6, 2
-        ),
+        # None: too short for the worker's clock.
+        "receive_gb_per_s": round(work["bytes_moved"] / len(waves) / counted["receive_ms"] / 1e6, 2)
+        if counted["receive_ms"]
+        else None,
         **work,
     }
 

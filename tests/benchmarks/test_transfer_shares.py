@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks import disaggregation
-from benchmarks.disaggregation import counted_transfers, two_tokens
+from benchmarks.disaggregation import counted_transfers, move_again, two_tokens
 from benchmarks.stream_statistics import StreamRecord
 from benchmarks.transfer_shares import transfer_shares
 
@@ -80,6 +80,27 @@ def test_transfers_are_counted_between_two_looks_at_all_workers(
     assert counted == {"receive_ms": 10.0, "exposed_ms": 1.0}  # for each of the five
     spec.is_disaggregated = False
     assert counted_transfers(ask, run) == ([[]] * 5, {})
+
+
+def test_pages_that_come_within_a_tick_of_the_workers_clock_have_no_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waves = [[StreamRecord(started=1.0, times=(1.010, 1.012), counts=(1, 1))]]
+    counted = {"receive_ms": 0.0, "exposed_ms": 0.0}
+    monkeypatch.setattr(disaggregation, "wave", lambda *_, **__: [])
+    monkeypatch.setattr(disaggregation, "counted_transfers", lambda *_: (waves, counted))
+    run: Any = SimpleNamespace(
+        sizes=SimpleNamespace(tokens=lambda length: length),
+        cluster=SimpleNamespace(model=SimpleNamespace(page_size=16)),
+        seeds=None,
+        wave=lambda _: [],
+        check_waves=lambda _: {"bytes_moved": 4096},
+        check_all_moved=lambda *_: None,
+    )
+
+    assert move_again(0, run)["receive_gb_per_s"] is None
+    counted["receive_ms"] = 0.004
+    assert move_again(0, run)["receive_gb_per_s"] == 1.02
 
 
 def test_the_second_token_of_a_stream_is_its_last() -> None:
