@@ -220,9 +220,8 @@ class AsyncClient:
 
         It waits for half a second at most until the routers have ended the streams.
         """
-        if self._other_routers is not None:
-            await self._other_routers.aclose()
-        await self._routers.aclose()
+        both = (self._routers, self._other_routers)
+        await asyncio.gather(*(each.aclose() for each in both if each))
 
     async def __aenter__(self) -> Self:
         return self

@@ -189,6 +189,26 @@ def test_leaving_the_stream_cancels_both():
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
+def test_cancelling_the_close_of_a_client_still_ends_both():
+    async def scenario():
+        async with (
+            serving(says("a", after_s=60)) as (one, first),
+            serving(says("b", after_s=60)) as (two, second),
+            AsyncClient([one, two], hedge_after_s=0.1) as client,
+        ):
+            first.ends_streams = second.ends_streams = False
+            call = asyncio.create_task(client.generate("p"))
+            while not second.requests:
+                await asyncio.sleep(0.02)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):  # it waits for the routers
+                    await client.aclose()
+            with pytest.raises(pagewire.ClosedError):
+                await asyncio.wait_for(call, 5)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 @pytest.mark.parametrize("value", [-1, "1", float("nan"), float("inf"), True])
 def test_a_wrong_time_names_the_field(kind, value):
