@@ -7,7 +7,7 @@ import ssl
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pagewire.arguments import refused
+from pagewire.arguments import check_text, refused
 from pagewire.errors import FieldViolation, InvalidRequestError, TlsError
 from pagewire.protos.pem import (
     HOSTNAME_MISMATCH,
@@ -19,7 +19,7 @@ from pagewire.protos.pem import (
     PemFiles,
     client_context,
 )
-from pagewire.shown import shown
+from pagewire.shown import shown, shown_with_type
 
 PROBE_S = 1.0  # for a router to greet
 PROBE_AGAIN_S = 0.3  # a router that ends is gone by then
@@ -72,14 +72,14 @@ class Tls:
             InvalidRequestError: A file cannot be used; names it.
         """
         files = {
-            name: PemFile(option=f"tls.{name}", path=os.fspath(path))
+            name: PemFile(option=f"tls.{name}", path=_path(f"tls.{name}", path))
             for name in ("authority_file", "certificate_file", "key_file")
             if (path := getattr(self, name))
         }
-        if self.server_name and not _NAME.fullmatch(self.server_name):
-            raise refused(
-                "tls.server_name", shown(self.server_name), "a name of a host, or an address"
-            )
+        if self.server_name:
+            name = check_text("tls.server_name", self.server_name)
+            if not _NAME.fullmatch(name):
+                raise refused("tls.server_name", shown(name), "a name of a host, or an address")
         for name, other in (("certificate_file", "key_file"), ("key_file", "certificate_file")):
             if other in files and name not in files:
                 # Without the name of the other option, which commands spell differently.
@@ -97,6 +97,12 @@ class Tls:
             raise InvalidRequestError(
                 str(error), code="INVALID_ARGUMENT", violations=(violation,)
             ) from error
+
+
+def _path(field: str, value: object) -> str:
+    if isinstance(value, str | os.PathLike) and isinstance(path := os.fspath(value), str):
+        return path
+    raise refused(field, shown_with_type(value), "a path, str or os.PathLike")
 
 
 def check_tls(value: object) -> "Tls | None":

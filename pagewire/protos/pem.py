@@ -304,7 +304,7 @@ def _stamp(files: PemFiles) -> tuple[tuple[int, ...], ...]:
 def _file_stamp(path: str) -> tuple[int, ...]:
     try:
         found = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: an impossible path
         return ()
     return found.st_mtime_ns, found.st_ino, found.st_size
 

@@ -268,10 +268,14 @@ def test_a_router_that_ends_while_it_is_asked_is_no_reason(authority: Authority)
         ({"key_file": "k"}, "tls.certificate_file: found none; allowed: a file, as a key is given"),
         ({"server_name": "a b"}, "tls.server_name: found 'a b'; allowed: a name of a host, or an"),
         ({"authority_file": __file__}, f"tls.authority_file: {__file__} holds no certificate in"),
+        ({"authority_file": "a\0b"}, "tls.authority_file: a\0b cannot be read: "),
+        ({"authority_file": 5}, "tls.authority_file: found 5 (int); allowed: a path, str or"),
+        ({"authority_file": b"a"}, "tls.authority_file: found b'a' (bytes); allowed: a path, str"),
+        ({"server_name": 5}, "tls.server_name: found 5 (int); allowed: a text"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_told_before_anything_is_sent(
-    given: dict[str, str], told: str
+    given: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         Client("localhost:1", tls=Tls(**given))
