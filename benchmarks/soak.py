@@ -125,7 +125,8 @@ def play_round(load: Load, victim: str, run: Run) -> Row:
 
     run.until(is_whole, RECOVERY_TIMEOUT_S, f"{victim} is back, and no page is in use")
     kept = [pair for pair in zip(specs, records, strict=True) if not pair[0].leaves_after]
-    wrong = _wrong_tokens([pair for pair in kept if not pair[1].error][:CHECKED], run)
+    checked = [pair for pair in kept if not pair[1].error][:CHECKED]
+    wrong = _wrong_tokens(checked, run) if checked else 0
     run.until(is_whole, RECOVERY_TIMEOUT_S, "no page is in use after answers were read again")
     workers = newest_workers(run.cluster.status()).values()
     work = work_done(records)
@@ -136,6 +137,7 @@ def play_round(load: Load, victim: str, run: Run) -> Row:
         "left": sum(bool(each.leaves_after) for each in specs),
         "errors": sorted({each.error for each in records if each.error}),
         "lost_requests": sum(bool(each.error) for each in records),
+        "checked": len(checked),
         "wrong_tokens": wrong,
         "resumed": sum(bool(each.usage and each.usage.resumptions) for each in records),
         "tokens": sum(each.num_tokens for each in records),
@@ -177,7 +179,7 @@ def sum_up(rounds: Mapping[str, Row]) -> list[Row]:
         return []
     found: Row = {"case": "all", "from": "rounds", "rounds": len(rows), "kills": len(rows)}
     found["minutes"] = round(sum(each["seconds"] for each in rows) / 60, 1)
-    names = ("streams", "left", "lost_requests", "wrong_tokens", "resumed", "tokens")
+    names = ("streams", "left", "lost_requests", "checked", "wrong_tokens", "resumed", "tokens")
     for name in (*names, "decode_prompt_tokens", "pages_moved"):
         found[name] = sum(each[name] for each in rows)
     settled = rows[WARM_ROUNDS:]

@@ -1,9 +1,19 @@
 """What the rounds of a soak say together."""
 
-from benchmarks.soak import WARM_ROUNDS, sum_up
-from benchmarks.stream_statistics import Row
+import os
+from types import SimpleNamespace
+from typing import Any
 
-COUNTED = ("streams", "left", "lost_requests", "wrong_tokens", "resumed", "tokens")
+import pytest
+
+from benchmarks import soak
+from benchmarks.case_runs import Clock, Run
+from benchmarks.client_processes import ClientProcesses
+from benchmarks.run_arguments import SCALES
+from benchmarks.soak import WARM_ROUNDS, Load, play_round, sum_up
+from benchmarks.stream_statistics import Row, StreamRecord
+
+COUNTED = ("streams", "left", "lost_requests", "checked", "wrong_tokens", "resumed", "tokens")
 
 
 def rounds_of(*victims: str) -> dict[str, Row]:
@@ -43,3 +53,35 @@ def test_a_worker_that_every_round_has_killed_has_no_growth() -> None:
 
     names = {"router_growth_mib", "prefill-0_growth_mib", "gpu_of_prefill-0_growth_mib"}
     assert {each for each in found if "growth" in each} == names
+
+
+def test_a_round_that_lost_all_requests_says_that_it_checked_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = StreamRecord(started=0.0, times=(), counts=(), error="UnavailableError: gone")
+    worker = SimpleNamespace(incarnation=1, pages=SimpleNamespace(cached=0, free=9))
+
+    def kill(pid: int, number: int) -> None:
+        worker.incarnation += 1
+
+    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setattr(soak, "ROUND_S", 0.0)
+    monkeypatch.setattr(soak, "newest_workers", lambda _: {"decode-0": worker})
+    monkeypatch.setattr(soak, "is_idle", lambda _: True)
+    for name in ("_memory_mib", "_gpu_memory_mib"):
+        monkeypatch.setattr(soak, name, lambda *_: {})
+    worker.worker_id = "decode-0"
+    clients = ClientProcesses(0)
+    monkeypatch.setattr(clients, "finish", lambda: [lost] * 4)
+    cluster: Any = SimpleNamespace(
+        addresses=["h:1"],
+        model=SimpleNamespace(vocab_size=9),
+        status=lambda: None,
+        pid=lambda _: 1,
+    )
+    clock = Clock(60.0, seed=1)
+    run = Run(cluster, clients, SCALES["small"], clock)
+
+    row = play_round(Load(run.seeds, run.sizes, 4), "decode-0", run)
+
+    assert (row["lost_requests"], row["checked"], row["wrong_tokens"]) == (4, 0, 0)
