@@ -31,7 +31,7 @@ ablation/ARM/N,S,U  N streams that share S tokens: `prime_ms`, `step_ms`, and `m
                     both: as it is; cascade: all pages of a prompt move for each request; delta:
                     each request reads its prefix for itself; none: both of these.
 replay/ARM          the first seconds of a Mooncake trace, by --trace-seconds, -rate and -lengths;
-                    `in_time_per_s` counts requests whose tokens came within IN_TIME.
+                    `in_time_per_s` counts requests with first token and p99 of gaps within IN_TIME.
 kill/SIDE/MOMENT    SIGKILL before, during and after a transfer, --kills times each (kills.py).
 hang/SIDE/MOMENT    likewise SIGSTOP, and SIGCONT ten seconds later.
 
