@@ -14,7 +14,7 @@ from pagewire.arguments import (
     given_token,
 )
 from pagewire.assembly import CompletionBuilder
-from pagewire.errors import PagewireError, ServerError
+from pagewire.errors import ClosedError, PagewireError, ServerError
 from pagewire.hedging import HedgedCall
 from pagewire.protos import inference_pb2
 from pagewire.protos.token_ids import unpack_token_ids
@@ -277,7 +277,8 @@ class AsyncStream:
     """The deltas of one call, for one reader at a time: a second one gets a RuntimeError.
 
     Leaving the `async with` block early cancels the call. A stream that its reader cancels just
-    ends; any other end before the last delta raises a PagewireError.
+    ends; any other end before the last delta raises a PagewireError. In another event loop than
+    that of its start, reading raises ClosedError.
     """
 
     def __init__(
@@ -286,7 +287,6 @@ class AsyncStream:
         self._call = call
         self._inbox = inbox
         self._builder = CompletionBuilder(num_choices)
-        self._loop = asyncio.get_running_loop()
 
     @property
     def completion(self) -> Completion:
@@ -328,7 +328,7 @@ class AsyncStream:
         # A stream dropped without `with`; any thread may run this.
         if not self._inbox.is_closed:
             with suppress(RuntimeError):  # the loop is closed, so the call is over
-                self._loop.call_soon_threadsafe(self._call.cancel)
+                self._inbox.loop.call_soon_threadsafe(self._call.cancel)
 
 
 class _Inbox:
@@ -336,6 +336,7 @@ class _Inbox:
 
     def __init__(self) -> None:
         self.is_closed = False  # no more messages will arrive
+        self.loop = asyncio.get_running_loop()
         self._messages: deque[AnswerPart] = deque()
         self._error: PagewireError | None = None  # after the messages
         self._waiter: asyncio.Future[None] | None = None  # of the reader, while it waits
@@ -361,13 +362,16 @@ class _Inbox:
         """Return what to wait for before another look; None: `take` knows what comes next.
 
         Raises:
+            ClosedError: The reader runs in another event loop, where nothing would wake it.
             RuntimeError: Another reader waits.
         """
         if self._messages or self.is_closed:
             return None
+        if asyncio.get_running_loop() is not self.loop:
+            raise ClosedError("the stream belongs to another event loop; start one in each")
         if self._waiter is not None and not self._waiter.done():  # nothing would wake it any more
             raise RuntimeError("stream: found a second reader that waits; allowed: one at a time")
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self.loop.create_future()
         return self._waiter
 
     def take(self) -> AnswerPart | None:

@@ -165,6 +165,17 @@ def test_a_client_of_another_event_loop_says_so():
     asyncio.run(client.aclose())
 
 
+def test_a_stream_of_another_event_loop_says_so():
+    client = AsyncClient("127.0.0.1:1", channel_factory=lambda address: _Channel())
+
+    async def begin():
+        return client.stream("x")
+
+    stream = asyncio.run(begin())
+    with pytest.raises(ClosedError, match="stream belongs to another event loop"):
+        asyncio.run(asyncio.wait_for(anext(stream), WAIT_S))
+
+
 class _Channel:
     def unary_unary(self, *arguments, **options):
         return lambda request, **options: asyncio.sleep(0)
