@@ -188,9 +188,11 @@ def sum_up(rounds: Mapping[str, Row]) -> list[Row]:
         for name in rows[0]["memory_mib"].keys() - {each["victim"] for each in rows}
     }
     for worker in rows[0]["gpu_memory_mib"]:
-        # One that was just killed has not filled its memory yet.
+        # One that was just killed has not filled its memory yet, and some may not have been seen.
         noted[f"gpu_of_{worker}"] = [
-            each["gpu_memory_mib"][worker] for each in settled if each["victim"] != worker
+            each["gpu_memory_mib"][worker]
+            for each in settled
+            if each["victim"] != worker and worker in each["gpu_memory_mib"]
         ]
     found |= {
         f"{name}_growth_mib": _growth(values)

@@ -55,6 +55,15 @@ def test_a_worker_that_every_round_has_killed_has_no_growth() -> None:
     assert {each for each in found if "growth" in each} == names
 
 
+def test_a_round_in_which_the_gpus_told_nothing_is_left_out() -> None:
+    rounds = rounds_of(*["prefill-0"] * 7)
+    rounds["round/004"]["gpu_memory_mib"] = {}
+
+    [found] = sum_up(rounds)
+
+    assert found["gpu_of_decode-0_growth_mib"] == 30.0  # of rounds 3, 4, 6 and 7
+
+
 def test_a_round_that_lost_all_requests_says_that_it_checked_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
