@@ -187,6 +187,8 @@ def main() -> None:
     add_commit(parser)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.clients < options.routers:  # a router without a client would count as one that works
+        parser.error(f"--clients: found {options.clients}; allowed: at least {options.routers}")
     from cluster.demo_model import demo_model_dir
 
     options.model_dir = demo_model_dir()

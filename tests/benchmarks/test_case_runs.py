@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import disaggregation, soak
+from benchmarks import disaggregation, relay, soak
 from benchmarks.case_runs import Case, CaseFailed, Clock, run_cases, selected
 from benchmarks.result_file import ResultFile
 from benchmarks.run_arguments import SCALES
@@ -156,3 +156,15 @@ def test_a_program_refuses_arguments_that_it_would_ignore(
         program()
 
     assert f"unrecognized arguments: {argument} 2" in capsys.readouterr().err
+
+
+def test_a_relay_whose_routers_would_not_all_have_clients_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(relay, "measure", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(sys, "argv", ["relay", "--routers", "3", "--clients", "2"])
+
+    with pytest.raises(SystemExit):
+        relay.main()
+
+    assert "--clients: found 2; allowed: at least 3" in capsys.readouterr().err
