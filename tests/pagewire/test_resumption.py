@@ -388,6 +388,23 @@ def test_the_sync_client_goes_on_too():
         assert stream.completion.choices[1].finish_reason == "length"
 
 
+def test_a_callback_that_calls_a_sync_client_is_refused_instead_of_waiting_for_itself():
+    told = []
+
+    def ask(address, patience_s):
+        with pytest.raises(RuntimeError, match="found the background thread") as refused:
+            client.list_models()
+        told.append(refused)
+
+    with (
+        serving_in_thread(begins(dies=stops)) as (one, _),
+        serving_in_thread(goes_on) as (two, _),
+        Client((one, two), on_router_lost=ask) as client,
+    ):
+        assert client.generate("p", n=2, timeout_s=20.0).text == "äbcde"
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 @pytest.mark.parametrize(
     ("options", "field"),
