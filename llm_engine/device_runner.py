@@ -127,8 +127,6 @@ class DeviceRunner:
         rows = self._rows_beside(len(step.decodes))
         if batch is None or self._prompts is None or not rows:
             return None
-        if not self._prompts.takes_behind(rows, batch):
-            return None
         return self._prompts.send_behind(rows, batch)
 
     def _rows_beside(self, num_decodes: int) -> int:

@@ -124,17 +124,13 @@ class GraphedPrompts:
         sizes = (*FEW_TOKENS, *(each for each in full if each > FEW_TOKENS[-1]))
         return sizes[: bisect_left(sizes, self._max_step_tokens) + 1]
 
-    def send_any_behind(self, num_rows: int, size: int) -> SentPrompts:
+    def send_any_behind(self, num_rows: int, size: int) -> SentPrompts | None:
         """Send a batch of a size on page 0, as `send_behind` does."""
         return self.send_behind(num_rows, self._any_batch(size))
 
     def takes(self, batch: HostBatch) -> bool:
         """Return whether a batch has only prompt tokens, and few enough for a pass."""
         return self._fits(batch, self.sizes[-1])
-
-    def takes_behind(self, num_rows: int, batch: HostBatch) -> bool:
-        """Return whether a batch has only prompt tokens, and few enough behind so many rows."""
-        return self._fits(batch, self.sizes_behind(num_rows)[-1])
 
     def _fits(self, batch: HostBatch, max_tokens: int) -> bool:
         return (
@@ -151,9 +147,15 @@ class GraphedPrompts:
         work = self._plan(batch, size)
         return self._recordings.run(size, work, num_rows=size)[:num_tokens]
 
-    def send_behind(self, num_rows: int, batch: HostBatch) -> SentPrompts:
-        """Send a batch that `takes_behind` accepts; the result is valid until the next is sent."""
+    def send_behind(self, num_rows: int, batch: HostBatch) -> SentPrompts | None:
+        """Send a batch; the result is valid until the next is sent.
+
+        Returns:
+            None if it has other than prompt tokens, or too many of them behind so many rows.
+        """
         sizes = self.sizes_behind(num_rows)
+        if not self._fits(batch, sizes[-1]):
+            return None
         size = sizes[bisect_left(sizes, batch.of_tokens.shape[1])]
         sent = self._send(batch, size)
         return SentPrompts(batch=sent, inputs=self._tokens[:, :size], prefill=self._prefill)
