@@ -102,8 +102,8 @@ PROMPTS = (
     Prompts(2048, 30_720),
 )
 
-# Sequences of 1,024 tokens that decode, and prompt tokens after 1,024 others; 1,024 of these, which
-# have a pass of their own
+# Numbers of sequences of 1,024 tokens that decode, and of prompt tokens after 1,024 others. Of the
+# latter, 1,024 have a pass of their own.
 BESIDE = (
     *((16, 1), (16, 64), (16, 256)),
     *((64, 4), (64, 64), (64, 256), (64, 512), (64, 960), (64, 1024)),

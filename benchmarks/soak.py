@@ -7,11 +7,11 @@
 
 Rounds follow each other. In each, requests come over some seconds: chats about shared documents,
 long and short prompts, greedy and seeded, and clients that leave in the middle of an answer. In its
-middle a worker is killed, of each pool in turn, or of those that --kill names. A round ends when
-all answers have ended and all workers are ready and idle again. Then no page may be in use, and
-some of the answers are read once more: their tokens are what they must have been. Memory of
-processes and of GPUs is noted at the end of each round; `*_growth_mib` compares the last rounds
-with the first ones after the warm-up, of processes that nobody killed and of GPUs.
+middle a worker is killed: each in turn, of all pools or of those that --kill names. A round ends
+when all answers have ended and all workers are ready and idle again. Then no page may be in use,
+and some of the answers are read once more: their tokens are what they must have been. The end of
+each round notes the memory of processes and GPUs. For GPUs, and for processes that nobody killed,
+`*_growth_mib` compares the last rounds with the first ones after the warm-up.
 """
 
 import os
@@ -51,7 +51,7 @@ CHECKED = 12  # answers of a round that are read again
 LASTING = {"router": "router-0", "controller": "pagewire-controller"}  # that nobody kills
 POOLS = ("prefill", "decode")
 WARM_ROUNDS = 2  # in which caches, pools and recordings fill
-LEAST_ENDS = 2  # rounds at each end that are compared, which share none
+LEAST_ENDS = 2  # least rounds to compare at each end; the ends share none
 MIB = 2**20
 # A decode worker may be alone, and its streams wait until it has loaded its weights again.
 OPTIONS = {"router.resume_wait_s": 180.0, "router.worker_wait_s": 180.0}
@@ -188,7 +188,7 @@ def sum_up(rounds: Mapping[str, Row]) -> list[Row]:
         for name in rows[0]["memory_mib"].keys() - {each["victim"] for each in rows}
     }
     for worker in rows[0]["gpu_memory_mib"]:
-        # One that was just killed has not filled its memory yet, and some may not have been seen.
+        # A worker that was just killed has not filled its memory yet; a GPU may report nothing.
         noted[f"gpu_of_{worker}"] = [
             each["gpu_memory_mib"][worker]
             for each in settled
@@ -211,7 +211,7 @@ def _growth(values: Sequence[float]) -> float:
 def soak(
     run: Run, results: ResultFile, minutes: float, streams: int, pools: tuple[str, ...]
 ) -> None:
-    """Play rounds of so many streams until so many minutes have passed; kill workers of pools."""
+    """Play rounds, in each of which a worker of these pools is killed, until the time is over."""
     load = Load(run.seeds, run.sizes, streams)
     ends_at = time.monotonic() + 60 * minutes
     workers = newest_workers(run.cluster.status())

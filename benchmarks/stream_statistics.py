@@ -133,11 +133,11 @@ def first_token_ms(records: Iterable[StreamRecord]) -> list[float]:
 
 
 def num_in_time(records: Iterable[StreamRecord], *, ttft_ms: float, itl_ms_p99: float) -> int:
-    """Count the streams whose first token came in time, and whose others did at p99.
+    """Count the streams whose first token, and whose p99 of the times between tokens, is in time.
 
     Args:
         ttft_ms: Longest time from a call to its first token.
-        itl_ms_p99: Longest p99 of the times before the others, interpolated as by `percentile`.
+        itl_ms_p99: Longest p99 of the times between tokens, interpolated as by `percentile`.
     """
     return sum(
         max(first_token_ms([each]), default=math.inf) <= ttft_ms

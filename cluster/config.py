@@ -27,7 +27,7 @@ from prefill_worker.config import PrefillConfig
 from router.config import RouterConfig
 
 LOOPBACK = "127.0.0.1"  # address of processes whose callers are all on one host
-MAX_GRACE_S = 2_592_000  # 30 days; with far longer waits for answers, Ray raises OverflowError
+MAX_GRACE_S = 2_592_000  # 30 days; Ray raises OverflowError for far longer waits
 MAX_MODEL_NAME_CHARS = 1024  # as protos/inference.proto says it
 
 

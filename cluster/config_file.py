@@ -268,7 +268,8 @@ def _unknown(name: str, value: object) -> str:
     near = _nearest(_leaf(name), {_leaf(path) for path in options}, NEAR)
     # If several sections have an option of this name, the one of the likeliest section.
     near = _nearest(name, [path for path in options if _leaf(path) in near], 0)
-    begun = [path for path in options if path.startswith(f"{name}_")]  # as tls.key, of tls.key_file
+    # Or the only option that it begins, as tls.key begins tls.key_file.
+    begun = [path for path in options if path.startswith(f"{name}_")]
     if not near and len(begun) == 1:
         near = begun
     return _told_unknown(name, *near)

@@ -23,7 +23,7 @@ def read_host_memory(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> HostMemo
     limit, current, parts = (cgroup / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.exists() and limit.read_text().strip() != "max":  # a container's
         most, used = int(limit.read_text()), int(current.read_text())
-        if parts.exists():  # files that were read, such as weights, leave when processes need room
+        if parts.exists():  # cached files, such as weights, make room for processes
             used -= _number("inactive_file", parts.read_text(encoding="utf-8"))
         total, free = min(total, most), min(free, most - used)
     return HostMemory(total_bytes=total, free_bytes=free)

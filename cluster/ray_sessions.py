@@ -18,7 +18,7 @@ ANSWER_TIMEOUT_S = 0.5  # of a process of Ray that listens
 def session_logs() -> Path:
     """Return the folder of the logs of the attached Ray, which has the same name on each host.
 
-    `session_latest` would be that of the Ray which this user started last.
+    `session_latest` would lead to the Ray that this user started last.
     """
     context = ray.get_runtime_context()
     return Path(context.get_temp_dir()) / context.get_session_name() / "logs"
@@ -47,9 +47,9 @@ def _is_used(session: Path) -> bool:
 
 
 def _has_started(pid: int, session: Path) -> bool:
-    """Return whether a process that runs may have started a session: one that is younger has not.
+    """Return whether a process runs that is old enough to have started a session.
 
-    Ids come again: in a container, each start may be process 1.
+    The system reuses process ids: in a container, each start may be process 1.
     """
     with suppress(psutil.Error, OSError):
         return psutil.Process(pid).create_time() <= session.stat().st_mtime + CLOCKS_S

@@ -42,7 +42,7 @@ def write_router_keys(path: Path, keys: RouterKeys) -> None:
     """Write the keys of a router to a new or replaced file that only its owner can read.
 
     Raises:
-        KeyFileError: The file cannot be written, or is none, such as /dev/stdout on a terminal.
+        KeyFileError: It cannot be written, or is not a file, such as a terminal's /dev/stdout.
     """
     given, path = path, Path(os.path.realpath(path))  # a link stays one
     if path.exists() and not path.is_file():

@@ -59,8 +59,8 @@ class ChunkBudget:
         left_s = budget_s - self._decode_s
         fits = num_chunk_tokens * left_s / max(seconds - decode_s, 1e-6)
         is_late = num_decodes > 0 and seconds > budget_s
-        # Of whole tokens, as the chunk was chosen. A full pass just below the bound would be chosen
-        # again and again, and the limit would stay as it is.
+        # In whole tokens, as chunks are chosen. Otherwise a full pass just below the bound would be
+        # chosen again and again, and the limit would never change.
         if is_late or num_chunk_tokens >= LIMIT_BOUND * int(self._limit):
             fits = min(max(fits, self._limit / 2), self._limit * 2)
             self._limit = min(max(fits, self._min_tokens), self._max_tokens)

@@ -72,8 +72,8 @@ class PrefillPeers:
         """Begin to connect to prefill workers, so that the first request need not wait.
 
         A worker of which another incarnation is known, or named earlier, is skipped until a request
-        needs it: a router with a late membership must not break transfers of the present one. One
-        that is connected is skipped, too: the prefill worker's side would not count as used.
+        needs it: a router with a late membership must not break transfers of the present one. A
+        connected worker is skipped, too: only this side would count the connection as used.
         """
         known = {each.worker_id: each for each in (*self._meeting, *self._peers)}
         for sender in senders:

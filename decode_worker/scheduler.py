@@ -72,7 +72,7 @@ class Scheduler:
     queues are sorted by age.
 
     Args:
-        full_pass: How many prompt tokens a step computes beside decodes; see EngineLike.
+        full_pass: Returns how many prompt tokens a step computes beside decodes; see EngineLike.
 
     Attributes:
         totals: What this worker has done since its start.

@@ -40,7 +40,7 @@ class TransferDeadlines:
         10.0,
         "Time limit for setting up a connection, on both sides together.",
         above=0,
-        at_most=2_592_000,  # 30 days; much longer ones count as expired for gRPC
+        at_most=2_592_000,  # 30 days; gRPC takes much longer ones for expired
     )
     grant_s: float = option(
         10.0, "Time limit until the sender accepts the request, and to read a message.", above=0

@@ -86,7 +86,7 @@ class TlsSocket(PageSocket):
         view = memoryview(data).cast("B")
         for start in range(0, len(view), PIECE_BYTES):
             if start:
-                await asyncio.sleep(0)  # a socket that takes all at once gives no turn away
+                await asyncio.sleep(0)  # lets others run: a socket that takes all does not wait
             self._tls.write(view[start : start + PIECE_BYTES])
             await self._flush()
 
@@ -109,4 +109,4 @@ class TlsSocket(PageSocket):
         num_bytes = await super()._receive_some(memoryview(self._arrived))
         self._incoming.write(memoryview(self._arrived)[:num_bytes])
         if num_bytes == PIECE_BYTES:
-            await asyncio.sleep(0)  # nor does one in which more waits
+            await asyncio.sleep(0)  # nor does one in which more has arrived

@@ -40,7 +40,7 @@ from llm_engine.prompt_graphs import GraphedPrompts, SentPrompts
 from llm_engine.recordings import Recordings, loading_kernels
 from llm_engine.transformer import Decoder
 
-# Rows of a recording. With prompt tokens there are fewer sizes: each comes with many of those.
+# Rows of a recording. Fewer sizes have prompt tokens: each is recorded with many numbers of them.
 NUM_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 NUM_ROWS_BESIDE = (16, 32, 64, 128, 192, 256)
 REPLAN_STEPS = 64  # steps of one batch between two searches for shared prefixes
@@ -104,7 +104,7 @@ class GraphedDecode:
         self._recordings: Recordings[Kind, DrawnRows] = Recordings()
         # Rows, prompt tokens and lengths of steps whose kernels `warm_up` has loaded
         self._unrecorded: deque[tuple[int, int, int]] = deque()
-        self._beside = {  # rows of a step that has prompt tokens |-> how many of these
+        self._beside = {  # rows of a step with prompt tokens |-> numbers of these
             rows: prompts.sizes_behind(rows)
             for rows in sorted({min(each, batch.seats.max_rows) for each in NUM_ROWS_BESIDE})
             if prompts is not None
@@ -164,7 +164,7 @@ class GraphedDecode:
         """Compute the last token of each seat's sequence and draw the next one.
 
         Args:
-            seats: One for each row; with prompt tokens, so many that `rows_beside` is not 0.
+            seats: One for each row; with prompt tokens, no more than `rows_beside` has rows for.
             has_new: Whether a seat may hold another sequence than in the last step.
             allowed: See EngineStep.
             prompts: To be computed in the same pass.
@@ -199,7 +199,7 @@ class GraphedDecode:
         return drawn
 
     def rows_beside(self, num_seats: int) -> int:
-        """Return the rows of so many seats in a step that has prompt tokens; 0: it cannot be."""
+        """Return how many rows a step with prompt tokens has for these seats; 0: it cannot run."""
         return next((rows for rows in self._beside if rows >= num_seats > 0), 0)
 
     def _set_rows(self, seats: tuple[int, ...]) -> None:

@@ -7,7 +7,7 @@ from kv_cache.layout import KVLayout
 from kv_cache.page_storage import PageStorage
 from llm_engine.engine_step import EngineStep, StepResult
 
-# Of the prompt tokens that a step may compute: what a full pass has at least
+# A full pass has at least this share of the prompt tokens that a step may compute.
 FULL_SHARE = 0.75
 
 # The error of a request for which no token could be drawn
@@ -45,10 +45,10 @@ class EngineLike(Protocol):
         ...
 
     def full_pass(self, num_decodes: int, most: int) -> int:
-        """Return how many prompt tokens, at most so many, a step had better compute beside decodes.
+        """Return how many prompt tokens, at most `most`, a step should compute beside decodes.
 
-        Where passes are padded to few sizes, those of such a size cost the least each. It is `most`
-        if that would be less than FULL_SHARE of it. May be asked by any thread.
+        If passes are padded to few sizes, a token costs least in a full pass, which has no padding.
+        If a full pass has less than FULL_SHARE of `most`, return `most`. Any thread may call this.
         """
         ...
 

@@ -69,7 +69,7 @@ class GraphedPrompts:
         max_step_tokens: Most tokens of a step; larger recordings are of no use.
 
     Attributes:
-        sizes: How many tokens the passes of prompts alone have.
+        sizes: Numbers of tokens of the passes that compute prompts alone.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class GraphedPrompts:
         return False
 
     def sizes_behind(self, num_rows: int) -> tuple[int, ...]:
-        """Return how many tokens of prompts passes have behind so many rows that decode."""
+        """Return the numbers of prompt tokens that passes have behind this many decoding rows."""
         full = (each - num_rows for each in NUM_ROWS_OF_BOTH)
         sizes = (*FEW_TOKENS, *(each for each in full if each > FEW_TOKENS[-1]))
         return sizes[: bisect_left(sizes, self._max_step_tokens) + 1]
@@ -151,7 +151,7 @@ class GraphedPrompts:
         """Send a batch; the result is valid until the next is sent.
 
         Returns:
-            None if it has other than prompt tokens, or too many of them behind so many rows.
+            None if it has tokens that are not of prompts, or too many behind these rows.
         """
         sizes = self.sizes_behind(num_rows)
         if not self._fits(batch, sizes[-1]):

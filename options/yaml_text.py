@@ -23,7 +23,7 @@ class Key(NamedTuple):
 
 Lines = list[Key]
 
-MAX_REPEATED = 10_000  # values that aliases repeat, besides one for each character of a text
+MAX_REPEATED = 10_000  # values that aliases may add to one for each character
 
 
 class YamlError(Exception):
@@ -74,7 +74,7 @@ def parse_yaml(text: str) -> tuple[Any, Lines]:
         mark = error.problem_mark or error.context_mark
         place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
         problem = str(error.problem)
-        if isinstance(error, ComposerError) and error.context:  # of which it is the other half
+        if isinstance(error, ComposerError) and error.context:  # the first half of the sentence
             problem = f"{error.context}, {problem}"
         raise YamlError(f"{place}: is not plain YAML: {problem}") from error
     except yaml.YAMLError as error:  # a character that YAML forbids
@@ -111,10 +111,10 @@ def told_kind(content: object) -> str:
 
 
 def _check_usable(value: Any) -> None:
-    """Raise ValueError for a number that has no decimal digits here, or a text that no path can be.
+    """Raise ValueError for a number that is too long to print, or a text that cannot be a path.
 
-    Escapes and other bases can write both; an error could not show the one, nor the system open the
-    other.
+    Other bases and escapes can write them. No error could show such a number, and the system could
+    not open such a path.
     """
     if isinstance(value, int):
         repr(value)
@@ -125,10 +125,10 @@ def _check_usable(value: Any) -> None:
 
 
 def _num_values(node: yaml.Node | None, known: dict[yaml.Node, int]) -> int:
-    """Return how many keys and values a node has, each alias of one counted as another.
+    """Return how many keys and values a node has, counting each alias as a copy.
 
     Args:
-        known: Their numbers for nodes that were counted; one that contains itself counts as 0.
+        known: The numbers of nodes counted before; a node within itself counts as 0.
     """
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1

@@ -58,8 +58,8 @@ class AsyncClient:
     on, and the other call is cancelled. It costs the cluster up to twice the work.
 
     `on_router_lost` is called when a stream that has begun loses its router, with the router's
-    address and for how many seconds the stream looks for another one: in the event loop, which logs
-    what it raises.
+    address and the seconds for which the stream looks for another one. It runs in the event loop,
+    which logs what it raises.
 
     Unread output of a stream waits in memory, at most the rest of its answer, and delays no other
     call.
@@ -277,8 +277,8 @@ class AsyncStream:
     """The deltas of one call, for one reader at a time: a second one gets a RuntimeError.
 
     Leaving the `async with` block early cancels the call. A stream that its reader cancels just
-    ends; any other end before the last delta raises a PagewireError. In another event loop than
-    that of its start, reading raises ClosedError.
+    ends; any other end before the last delta raises a PagewireError. Reading in another event loop
+    than the one that started the stream raises ClosedError.
     """
 
     def __init__(

@@ -35,8 +35,8 @@ class Client:
     use one client at the same time. Calls block their thread, so code in an event loop should use
     `AsyncClient`. A client does not survive a fork: a child process must create its own. Fork
     before the parent's first call or, better, use the start method spawn. `on_router_lost` is
-    called on the background thread of all clients, where a call of one raises RuntimeError, as it
-    would wait for itself.
+    called on the background thread of all clients, where any call of a client raises
+    RuntimeError, as it would wait for itself.
 
     Raises:
         PagewireError: From any method; `pagewire.errors` lists the subclasses. The constructor
@@ -266,7 +266,9 @@ class _Background:
             raise ClosedError("the client belongs to the process before the fork; make one here")
         loop = _shared_loop(self._pid)
         if _runs_here(loop):  # in a callback, or a __del__ that the collector calls there
-            raise RuntimeError("call: found the background thread of all clients; allowed: others")
+            raise RuntimeError(
+                "call: found the background thread of all clients; allowed: any other thread"
+            )
         tasks: list[asyncio.Task[Answer]] = []  # the one, once it has started
         done: SimpleQueue[asyncio.Task[Answer]] = SimpleQueue()
 

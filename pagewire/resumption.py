@@ -67,8 +67,8 @@ class ResumableCall:
         spent_s: How much of that has passed already.
         resume_s: How long to look for another router after each loss; 0: not at all.
         interval_s: Tokens that arrive within it share a message.
-        on_router_lost: Called for each loss of a router after the first message with its address,
-            and for how many seconds the call looks for another one; the event loop logs what it
+        on_router_lost: Called for each loss of a router after the first message, with its address
+            and the seconds for which the call looks for another one. The event loop logs what it
             raises.
 
     Raises:

@@ -88,7 +88,7 @@ class Attempt:
             await self._sender.run()
         except TransferError as error:
             outcome = f"{type(error).__name__}: {error}"
-            # The receiver counts an aborted one, if it was a failure.
+            # The receiver counts an aborted transfer, if it was a failure.
             if not isinstance(error, TransferAborted):
                 self._scheduler.totals.transfer_failures += 1
         except Exception:

@@ -44,13 +44,13 @@ class RouterConfig:
         1024,
         "Most requests at a time; more are refused with RESOURCE_EXHAUSTED before any work.",
         at_least=1,
-        at_most=500_000_000,  # of which gRPC counts four times as many
+        at_most=500_000_000,  # gRPC counts four for each
     )
     max_connections: int = option(
         4096,
         "Most connections of clients; more are closed at once.",
         at_least=1,
-        at_most=2_000_000_000,  # a process with 2**31 - 1 is aborted by gRPC
+        at_most=2_000_000_000,  # gRPC aborts a process that has 2**31 - 1
     )
     max_expected_wait_s: float = option(
         30.0,
@@ -78,7 +78,7 @@ class RouterConfig:
         "Most characters of a text or rendered chat; 0: 32 for each token of the context, at most "
         "1,000,000, which take about half a second to tokenize.",
         at_least=0,
-        at_most=100_000_000,  # whose bytes gRPC can count
+        at_most=100_000_000,  # gRPC can count their bytes
     )
     request_timeout_s: float = option(
         3600.0,
@@ -130,7 +130,7 @@ class RouterConfig:
         "Time limit of the first call to a worker, and for requests that wait until a prefill "
         "worker answers that call.",
         at_least=0,
-        at_most=2_592_000,  # 30 days; much longer ones count as expired for gRPC
+        at_most=2_592_000,  # 30 days; gRPC takes much longer ones for expired
     )
     reconnect_delay_s: float = option(0.2, "Pause between attempts to reach a worker.", at_least=0)
     forget_dead_after_s: float = option(

@@ -48,8 +48,8 @@ FIELDS = {
     "configMapGenerator": _GENERATOR,
     "secretGenerator": f"{_GENERATOR} type",
 }
-PATHS = ("resources", "components", "configurations")  # fields with lists of them
-MAPPINGS = [each for each in FIELDS if each and "." not in each]  # fields with lists of these
+PATHS = ("resources", "components", "configurations")  # fields that list paths
+MAPPINGS = [each for each in FIELDS if each and "." not in each]  # fields that list mappings
 # The names that the manifests have for images, until an overlay replaces them or adds a tag.
 OWN_IMAGES = re.compile(r"(?m)^\s*(?:- )?image: (pagewire(?:-router)?)$")
 BEHAVIORS = ("create", "merge", "replace")  # of a generator's object; without one: create
@@ -79,7 +79,7 @@ def written_faults(folder: Path, above: frozenset[Path] = frozenset()) -> Iterat
     """Yield the faults of a folder's kustomization and of those below it.
 
     Args:
-        folder: Where it is.
+        folder: That of the kustomization.
         above: The folders that led here.
     """
     file, above = folder / FILE, above | {folder.resolve()}
@@ -100,7 +100,7 @@ def written_faults(folder: Path, above: frozenset[Path] = frozenset()) -> Iterat
         if not isinstance(found := content.get(field) or [], list):
             yield f"{file}: {field}: found {found!r}; allowed: a list"
             content[field] = []
-    for field in MAPPINGS:  # what else they have was told
+    for field in MAPPINGS:  # other values were reported above
         content[field] = [each for each in content.get(field) or [] if isinstance(each, dict)]
     for field in PATHS:
         for value in map(str, content.get(field) or []):
