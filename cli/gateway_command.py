@@ -125,8 +125,8 @@ def _check_in_clear(config: ClusterConfig, routers: list[str]) -> None:
     hosts = {each: each.rpartition(":")[0].strip("[]") for each in routers}
     if remote := [each for each, host in hosts.items() if not is_loopback_host(host)]:
         raise ConfigError(
-            "tls.certificate_file: found a file, but a gateway does not connect with it, and no "
-            f"flag says how else to encrypt connections to {', '.join(remote)}; allowed: "
+            "tls.certificate_file: found a file, which encrypts no connection of a gateway, and no "
+            f"flag that encrypts those to {', '.join(remote)}; allowed: "
             "--router-authority-file, --router-tls for a public authority, or insecure"
         )
 

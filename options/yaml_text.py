@@ -68,7 +68,7 @@ def parse_yaml(text: str) -> tuple[Any, Lines]:
         loader = _Loader(text)
         node = loader.get_single_node()
         if _num_values(node, {}) > (most := len(text) + MAX_REPEATED):
-            raise YamlError(f": found too many values, by aliases; allowed: at most {most}")
+            raise YamlError(f": found too many values through aliases; allowed: at most {most}")
         content = None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -121,7 +121,7 @@ def _check_usable(value: Any) -> None:
     elif isinstance(value, str):
         os.fsencode(value)
         if "\0" in value:
-            raise ValueError("a text with the character 0")
+            raise ValueError("a text with the null character")
 
 
 def _num_values(node: yaml.Node | None, known: dict[yaml.Node, int]) -> int:

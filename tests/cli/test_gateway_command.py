@@ -303,8 +303,8 @@ def test_a_file_with_tls_of_the_cluster_does_not_let_it_reach_other_hosts_in_cle
 
     assert refused.returncode == 2
     assert refused.stderr == (
-        "error: tls.certificate_file: found a file, but a gateway does not connect with it, and no "
-        "flag says how else to encrypt connections to 192.0.2.1:50051; allowed: "
+        "error: tls.certificate_file: found a file, which encrypts no connection of a gateway, and "
+        "no flag that encrypts those to 192.0.2.1:50051; allowed: "
         "--router-authority-file, --router-tls for a public authority, or insecure\n"
     )
 
