@@ -24,6 +24,7 @@ from pagewire.arguments import check_address
 from pagewire.cli.client_commands import tls_of
 from pagewire.cli.standard_output import say
 from pagewire.cli.strict_command import told_with_flag
+from protos.addresses import split_address
 
 DEFAULT_PORT = 8000
 # Options of a cluster that a gateway has, too, besides whole sections
@@ -122,8 +123,7 @@ def _check_in_clear(config: ClusterConfig, routers: list[str]) -> None:
     """
     if config.insecure or not config.tls.is_on:
         return
-    hosts = {each: each.rpartition(":")[0].strip("[]") for each in routers}
-    if remote := [each for each, host in hosts.items() if not is_loopback_host(host)]:
+    if remote := [each for each in routers if not is_loopback_host(split_address(each)[0])]:
         raise ConfigError(
             "tls.certificate_file: found a file, which encrypts no connection of a gateway, and no "
             f"flag that encrypts those to {', '.join(remote)}; allowed: "

@@ -13,6 +13,7 @@ from ray.core.generated import gcs_service_pb2
 from ray.exceptions import AuthenticationError
 
 from cluster.errors import StartError
+from protos.addresses import split_address
 
 PROBE_TIMEOUT_S = 1.5  # of each of the first two steps
 ANSWER_TIMEOUT_S = 5.0  # of the head, which may be busy
@@ -45,9 +46,8 @@ def check_ray_answers(address: str) -> None:
     if found is None:
         raise _no_answer(address, "Ray finds none on this host")
     told = address if found == address else f"{address}, for which Ray takes {found}"
-    host, _, port = found.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
+        socket.create_connection(split_address(found), PROBE_TIMEOUT_S).close()
         with grpc.insecure_channel(found) as channel:
             grpc.channel_ready_future(channel).result(PROBE_TIMEOUT_S)
             _wait_for_own_node(told, channel, _token_of_ray(address))

@@ -8,6 +8,12 @@ def join_address(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Return host, without brackets, and port of an address that `join_address` makes."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def is_loopback(host: str) -> bool:
     """Return whether only this host can reach an address."""
     address = ipaddress.ip_address(host.partition("%")[0])  # without its zone
