@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from options.kept_by_name import kept_by_name
 from options.option import check_options, option
+from pagewire.protos.grpc_options import MAX_CALL_S
 
 
 class WaitKind(enum.Enum):
@@ -40,7 +41,7 @@ class TransferDeadlines:
         10.0,
         "Time limit for setting up a connection, on both sides together.",
         above=0,
-        at_most=2_592_000,  # 30 days; gRPC takes much longer ones for expired
+        at_most=MAX_CALL_S,
     )
     grant_s: float = option(
         10.0, "Time limit until the sender accepts the request, and to read a message.", above=0

@@ -7,6 +7,7 @@ from typing import Any
 
 from options.kept_by_name import kept_by_name
 from options.option import check_options, option
+from pagewire.protos.grpc_options import MAX_CALL_S
 from protos.contract import CONTRACT_VERSION
 from protos.sampling_limits import DEFAULT_RANGES, is_default
 from router.request import SamplingDefaults
@@ -130,7 +131,7 @@ class RouterConfig:
         "Time limit of the first call to a worker, and for requests that wait until a prefill "
         "worker answers that call.",
         at_least=0,
-        at_most=2_592_000,  # 30 days; gRPC takes much longer ones for expired
+        at_most=MAX_CALL_S,
     )
     reconnect_delay_s: float = option(0.2, "Pause between attempts to reach a worker.", at_least=0)
     forget_dead_after_s: float = option(

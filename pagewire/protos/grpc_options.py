@@ -5,6 +5,7 @@ MESSAGE_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
+MAX_CALL_S = 2_592_000  # 30 days; gRPC takes much longer time limits for expired
 MAX_PENDING_CALLS = 1_000_000
 LISTEN_OPTIONS = (
     # By default gRPC randomly cancels calls beyond 1,000 that wait to be accepted; the router's
