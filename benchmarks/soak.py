@@ -42,6 +42,7 @@ from benchmarks.run_arguments import (
 )
 from benchmarks.served_cluster import ClusterSpec
 from benchmarks.stream_statistics import Row, StreamRecord, percentile, work_done
+from cluster.pool_config import ROLES
 from pagewire import PagewireError, WorkerStatus
 
 ROUND_S = 20.0  # over which requests come
@@ -49,7 +50,6 @@ DOCUMENTS, DOCUMENT_TOKENS = 4, 4096  # that chats of all rounds are about
 TEMPERATURE = 0.9  # of every second request
 CHECKED = 12  # answers of a round that are read again
 LASTING = {"router": "router-0", "controller": "pagewire-controller"}  # that nobody kills
-POOLS = ("prefill", "decode")
 WARM_ROUNDS = 2  # in which caches, pools and recordings fill
 LEAST_ENDS = 2  # least rounds to compare at each end; the ends share none
 MIB = 2**20
@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=2, help="prefill workers")
     parser.add_argument("--decode", type=int, default=2, help="decode workers")
     parser.add_argument(
-        "--kill", nargs="+", choices=POOLS, default=POOLS, help="pools whose workers are killed"
+        "--kill", nargs="+", choices=ROLES, default=ROLES, help="pools whose workers are killed"
     )
     options = parser.parse_args()
     end_in_order()
