@@ -668,17 +668,22 @@ def test_one_without_the_other_ends_at_the_deadline_and_writes_nothing(alone: st
     run(scenario)
 
 
+async def connect_too_slowly(pair: Pair, *, opening_s: float, deadline_s: float) -> None:
+    """Let both sides fail because the receiver still maps at its deadline."""
+    pair.receiver_memory.opening_s = opening_s
+    offer = pair.receiver.offer("c0", KEY)
+    connecting = asyncio.create_task(pair.sender.connect("c0", offer, KEY, soon()))
+
+    with pytest.raises(ConnectionBroken):
+        await pair.receiver.accept("c0", soon(deadline_s))
+    with pytest.raises(ConnectionBroken):
+        await connecting
+
+
 def test_mapping_that_outlasts_the_deadline_leaves_nothing_mapped() -> None:
     async def scenario() -> None:
         async with a_pair() as pair:
-            pair.receiver_memory.opening_s = 0.5
-            offer = pair.receiver.offer("c0", KEY)
-            connecting = asyncio.create_task(pair.sender.connect("c0", offer, KEY, soon()))
-
-            with pytest.raises(ConnectionBroken):
-                await pair.receiver.accept("c0", soon(0.2))
-            with pytest.raises(ConnectionBroken):
-                await connecting
+            await connect_too_slowly(pair, opening_s=0.5, deadline_s=0.2)
 
             await until(lambda: bool(pair.receiver_memory.opened))
             await until(pair.mapped.is_closed.is_set)
@@ -692,15 +697,8 @@ def test_mapping_that_fails_after_the_deadline_is_no_error_that_nobody_reads() -
         unread: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, what: unread.append(what))
         async with a_pair() as pair:
-            pair.receiver_memory.opening_s = 0.3
             pair.cards.clear()  # so that nothing can be mapped
-            offer = pair.receiver.offer("c0", KEY)
-            connecting = asyncio.create_task(pair.sender.connect("c0", offer, KEY, soon()))
-
-            with pytest.raises(ConnectionBroken):
-                await pair.receiver.accept("c0", soon(0.1))
-            with pytest.raises(ConnectionBroken):
-                await connecting
+            await connect_too_slowly(pair, opening_s=0.3, deadline_s=0.1)
             await until(lambda: not ipc_threads())
             await asyncio.sleep(0.01)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -173,13 +174,20 @@ def test_a_call_that_is_late_at_both_routers_names_the_limit_that_it_was_given()
     assert len(other.requests) == 1
 
 
+@asynccontextmanager
+async def two_silent_routers():
+    """Serve a call at two routers that take a minute to answer; yields a client and both."""
+    async with (
+        serving(says("a", after_s=60)) as (one, first),
+        serving(says("b", after_s=60)) as (two, second),
+        AsyncClient([one, two], hedge_after_s=0.1) as client,
+    ):
+        yield client, first, second
+
+
 def test_leaving_the_stream_cancels_both():
     async def scenario():
-        async with (
-            serving(says("a", after_s=60)) as (one, first),
-            serving(says("b", after_s=60)) as (two, second),
-            AsyncClient([one, two], hedge_after_s=0.1) as client,
-        ):
+        async with two_silent_routers() as (client, first, second):
             async with client.stream("p"):
                 while not second.requests:
                     await asyncio.sleep(0.02)
@@ -191,11 +199,7 @@ def test_leaving_the_stream_cancels_both():
 
 def test_cancelling_the_close_of_a_client_still_ends_both():
     async def scenario():
-        async with (
-            serving(says("a", after_s=60)) as (one, first),
-            serving(says("b", after_s=60)) as (two, second),
-            AsyncClient([one, two], hedge_after_s=0.1) as client,
-        ):
+        async with two_silent_routers() as (client, first, second):
             first.ends_streams = second.ends_streams = False
             call = asyncio.create_task(client.generate("p"))
             while not second.requests:
